@@ -237,9 +237,10 @@ def exchange_in_a_while_loop():
     demo_optax.packet_bytes(tx, jnp.zeros(3))
 
 
-def choose(workers=""):
-    words = f"--params 1M --bandwidth 1Gbit --latency 1ms --batch-tokens 1k --width 64 {workers}"
-    args = make_parser().parse_args(["choose", *words.split()])
+def choose_by_nodes_without_sites():
+    words = "--params 1M --bandwidth 1Gbit --latency 1ms --batch-tokens 1k --width 64"
+    given = "--workers 2 --nodes-per-site 2 --compute-time 1s"
+    args = make_parser().parse_args(["choose", *words.split(), *given.split()])
     args.run(args)
 
 
@@ -497,8 +498,7 @@ RAISED = [
     lambda: quantities.bandwidth("fast"),
     lambda: quantities.bandwidth("1GB"),
     lambda: quantities.count("1.5"),
-    choose,
-    lambda: choose("--workers 2 --nodes-per-site 2"),
+    choose_by_nodes_without_sites,
     lambda: demo_optax.accounting.choose(
         10**8, 16, 1e8, 0.02, 1.0, batch_tokens=4096, width=1024, upload=1e7
     ),

@@ -307,7 +307,7 @@ def run_command(line, place="run"):
         words = [x.replace("FOLDER", folder) for x in line.split()]
         command = main.MAKERS["roster"] if words[0] == "roster" else main.COMMANDS["swarm"]
         parser = argparse.ArgumentParser()
-        command.add_arguments(functools.partial(main._add, parser))
+        command.add_arguments(main._adder(parser))
         command.run(parser.parse_intermixed_args(words[1:]))
 
 

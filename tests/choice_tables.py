@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.quality.tables import Mean
 from benchmarks.tools import pages
-from demo_optax._src.accounting.candidates import measured_losses
+from demo_optax._src.accounting.losses import measured_losses
 from demo_optax._src.accounting.methods import methods
 from demo_optax._src.accounting.rules import short
 from demo_optax.accounting import Choice, MeasuredLoss, Method, choose

@@ -17,7 +17,7 @@ from demo_optax import Compression, accounting
 from demo_optax._src import axes
 from demo_optax._src.compression import make_plan
 from demo_optax.accounting import preset_shapes
-from tests.sweeps import slow, sweep
+from tests.sweeps import sweep
 from tests.workers import mesh_of
 
 # Peng et al., version 2: MB per step and worker, as printed there (truncated).
@@ -65,29 +65,6 @@ def test_packets_are_as_large_as_the_sum_of_their_bits(settings, per_block):
 
 def shapes(**of_params):
     return {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in of_params.items()}
-
-
-def test_any_chain_can_be_asked():
-    params = shapes(w=(64, 64), b=(64,))
-    alone = demo_optax.packet_bytes(Compression(topk=8), params)
-    demo = demo_optax.demo(1e-3, demo_optax.Compression(topk=8), axis_name="data")
-    injected = optax.inject_hyperparams(demo_optax.demo)
-    for tx in (
-        demo,
-        optax.chain(optax.clip_by_global_norm(1.0), demo),
-        injected(1e-3, Compression(topk=8), axis_name="data"),
-        demo_optax.demo(1e-3, Compression(topk=8), exchange=demo_optax.Delayed(GATHER)),
-        optax.masked(demo, {"w": True, "b": True}),
-    ):
-        assert demo_optax.packet_bytes(tx, params) == alone
-    dense = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(1e-3))
-    assert demo_optax.packet_bytes(dense, params) == 4 * (64 * 64 + 64) + 4  # who takes part
-    for outer in demo, dense:
-        locally = demo_optax.local_steps(optax.adam(1e-3), outer, every=5, axis_name="data")
-        assert demo_optax.packet_bytes(locally, params) == demo_optax.packet_bytes(outer, params)
-    halves = optax.partition({"a": demo, "b": demo}, {"w": "a", "b": "b"})
-    only = [demo_optax.packet_bytes(Compression(topk=8), {n: params[n]}) for n in params]
-    assert demo_optax.packet_bytes(halves, params) == sum(only)
 
 
 @pytest.mark.parametrize(("sites", "each"), [(1, 4), (2, 1), (2, 4), (3, 2)])
@@ -142,6 +119,41 @@ def test_the_bytes_of_an_optimizer_without_an_axis_are_those_of_its_packet(name)
 def test_what_exchanges_over_no_axis_has_no_bytes(tx):
     with pytest.raises(ValueError, match="must exchange over that axis"):
         demo_optax.packet_bytes(tx, shapes(w=(8, 8)))
+
+
+def by(exchange):
+    return demo_optax.demo(1e-3, Compression(topk=8, value_coding="int4"), exchange=exchange)
+
+
+DENSE = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(1e-3))
+in_rounds = functools.partial(demo_optax.local_steps, optax.adam(1e-3), axis_name="data")
+OPTIMIZERS = {
+    "gather": by(GATHER),
+    "delayed": by(demo_optax.Delayed(GATHER)),
+    "two phases": by(TWO_PHASE),
+    "delayed two phases of few": by(demo_optax.Delayed(demo_optax.TwoPhase("data", topk_back=3))),
+    "dense": DENSE,
+    "injected": optax.inject_hyperparams(lambda rate: demo_optax.demo(rate, axis_name="data"))(0.1),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.masked(by(GATHER), True)),
+    "both": optax.partition({"a": by(GATHER), "b": by(TWO_PHASE)}, {"w": "a", "b": "b"}),
+    "rounds": in_rounds(by(TWO_PHASE), 4),
+    "dense rounds": in_rounds(DENSE, 4),
+    "fragments": in_rounds(by(TWO_PHASE), 4, fragments=2),
+    "accumulated": demo_optax.multi_steps(by(GATHER), 4, axis_name="data"),
+}
+
+
+@sweep("both", "dense rounds", "fragments", name=OPTIMIZERS)
+def test_counted_bytes_are_those_of_the_compiled_collectives(name):
+    tx, mesh, batch = OPTIMIZERS[name], mesh_of(4), np.ones((8, 100), np.float32)
+    params = {"w": jnp.zeros((100, 64)), "b": jnp.zeros(64)}
+    loss_fn = lambda params, x: jnp.mean((x @ params["w"] + params["b"][None] - 1) ** 2)  # noqa: E731
+    step = demo_optax.make_train_step(loss_fn, tx, mesh)
+    args = params, demo_optax.init_opt_state(tx, params, mesh), batch
+    lowered = step.lower(*args)
+    sent = sum(one.operand_bytes for one in hlo.collectives(lowered.compile().as_text()))
+    assert demo_optax.packet_bytes(tx, params, workers=4) == sent > 0
+    assert step(*args)[2].packet_bytes == sent
 
 
 def operand():
@@ -296,39 +308,6 @@ def test_step_times_add_up():
         demo_optax.accounting.step_times(params, settings, 0, 1e8)
 
 
-def test_traffic_does_not_grow_with_the_workers():
-    shapes = preset_shapes("300m")
-    compression = Compression(topk=8, value_coding="int4")
-
-    def received(exchange, workers):
-        setting = compression, exchange
-        return demo_optax.accounting.step_times(shapes, setting, workers, 1e9)["DeMo"].wire
-
-    at_64 = received(TWO_PHASE, 64)
-    assert at_64 < received(GATHER, 64) / 10
-    assert received(TWO_PHASE, 1024) < 1.15 * at_64
-
-
-EXCHANGES = {
-    "gather": GATHER,
-    "two-phase": TWO_PHASE,
-    "two-phase of few": demo_optax.TwoPhase("data", topk_back=3),
-}
-EXCHANGES |= {f"{name}, delayed": demo_optax.Delayed(way) for name, way in EXCHANGES.items()}
-
-
-@sweep(("gather", 8), ("two-phase of few, delayed", 5), exchange=EXCHANGES, workers=[1, 5, 8])
-def test_what_an_exchange_says_that_it_sends_is_what_an_optimizer_sends(exchange, workers):
-    exchange = EXCHANGES[exchange]
-    params = shapes(w=(100, 64), b=(64,))
-    compression = Compression(topk=8, value_coding="int4")
-    tx = demo_optax.demo(1e-3, compression, exchange=exchange)
-    counted = demo_optax.packet_bytes(compression, params, workers=workers, exchange=exchange)
-    assert counted == demo_optax.packet_bytes(tx, params, workers=workers)
-    mesh = AbstractMesh((workers,), ("data",))
-    assert counted == demo_optax.packet_bytes(compression, params, mesh=mesh, exchange=exchange)
-
-
 def test_delays_hide_and_phases_do_not_grow():
     params = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     compression, delayed = Compression(topk=8), demo_optax.Delayed(TWO_PHASE)
@@ -347,7 +326,7 @@ def test_delays_hide_and_phases_do_not_grow():
     few, many = times(16), times(512)
     assert few["gather"] == few["gather too"]
     assert many["gather"].wire > 30 * few["gather"].wire
-    assert many["two phases"].wire < 1.5 * few["two phases"].wire
+    assert many["two phases"].wire < min(1.5 * few["two phases"].wire, many["gather"].wire / 10)
     traffic = TWO_PHASE.traffic(make_plan(compression, ((4096, 4096),)), 16)
     assert few["two phases"].wire == round(traffic.received)
     assert few["two phases"].waiting == pytest.approx(2 * few["gather"].waiting)
@@ -355,26 +334,6 @@ def test_delays_hide_and_phases_do_not_grow():
     assert few["delayed"].step == 9.0 < few["two phases"].step
     rounds = times(16, local_steps=4)  # which waits at the end of a round all the same
     assert rounds["delayed"] == rounds["two phases"]
-
-
-@pytest.mark.parametrize(
-    ("collective", "kind", "size"),
-    [
-        (lambda x: jax.lax.all_gather(x, "data"), "all-gather", 400),
-        (lambda x: jax.lax.psum(x, "data"), "all-reduce", 400),
-        slow(lambda x: jax.lax.psum_scatter(x, "data", tiled=True), "reduce-scatter", 400),
-        slow(lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "collective-permute", 400),
-    ],
-)
-def test_collectives_are_read_from_compiled_programs(collective, kind, size):
-    mesh = mesh_of(4)
-    spec = jax.sharding.PartitionSpec("data")
-    placed = jax.device_put(np.ones((400,), np.float32), jax.NamedSharding(mesh, spec))
-    fn = jax.jit(
-        jax.shard_map(collective, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    )
-    found = hlo.collectives(fn.lower(placed).compile().as_text())
-    assert [(c.kind, c.dtype, c.operand_bytes) for c in found] == [(kind, "f32", size)]
 
 
 @pytest.mark.parametrize(

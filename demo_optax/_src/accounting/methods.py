@@ -1,7 +1,8 @@
 """The methods that `choose` compares: what each sends, how to use it, and which study measured it.
 
 Each method has the letter of a row: A all-reduces whole gradients, B to D exchange packets on every
-step, and E exchanges once in a round of local steps. A swarm has B, C and E, without an axis.
+step, C and D late, and E exchanges once in a round of local steps. A swarm has B, C and E, without
+an axis, and waits for packets in B alone.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ SIGNS = Compression(32, value_coding="sign", selection="bins")
 INT8 = Compression(4096, value_coding="int8", transform="identity")
 SPARSE_64 = Compression(64, value_coding="int2", transform="identity")
 SPARSE_512 = dataclasses.replace(SPARSE_64, topk=512)
+GATHER, OWNERS = AllGather("data"), TwoPhase("data", value_coding_back="int4")
 NOT_IN_TRAINER = "Muon, all-reduce", "DiLoCo int8, all-gather", "DiLoCo int8, two phases"
 
 
@@ -26,8 +28,8 @@ class Method:
     Attributes:
       row: its letter.
       name: its name, by which ``losses.json`` has its losses.
-      setting: what it sends and how; None for an all-reduce.
       optimizer: the name of its optimizer in ``examples/train_lm.py``.
+      sent, exchange: what it sends and how, but for a delay; ``sent`` is None for an all-reduce.
       rate: its learning rate as a multiple of AdamW's.
       state: bytes that the optimizer's state takes for each element of a matrix in any dtype,
       moments: and the number of those of its arrays that have the dtype of the parameters.
@@ -41,8 +43,9 @@ class Method:
 
     row: str
     name: str
-    setting: tuple[Compression, Exchange] | None
     optimizer: str
+    sent: Compression | None = None
+    exchange: AllGather | TwoPhase = GATHER
     rate: float = 1.0
     state: float = 6.0
     moments: int = 0
@@ -62,32 +65,40 @@ class Method:
     @property
     def in_swarm(self) -> bool:
         """Whether packets travel through the store of a swarm."""
-        return self.setting is not None and self.setting[1].axis_name is None
+        return self.exchange.axis_name is None
+
+    @property
+    def setting(self) -> tuple[Compression, Exchange] | None:
+        """What it sends and how; None for an all-reduce."""
+        late = self.row in ("CE" if self.in_swarm else "CD")
+        return self.sent and (self.sent, Delayed(self.exchange) if late else self.exchange)
 
     @property
     def code(self) -> str:
         """Lines that make the optax optimizer ``tx`` from a learning rate ``rate``."""
-        sent, exchange = self.setting or (None, None)
-        kind = "swarm" if self.in_swarm else "packets" if sent else "mean"
-        return LINES[kind, self.row].format(
+        kind = self.row.lower() if self.in_swarm else self.row
+        if kind == "E":
+            kind = "F" if self.fragments else "E" if self.sent else "M"
+        words = dict(
             function=self.optimizer.replace("-", "_"),
-            sent=sent and _call(sent),
-            exchange=exchange and _call(_undelayed(exchange)),
+            sent=self.sent and _call(self.sent),
+            exchange=_call(self.exchange),
             base=BASES.get(self.optimizer),
             inner=BASES["adamw"],
             decay=DECAYS.get(self.optimizer),
             look_ahead=self.look_ahead,
-            steps=STEPS_IN_FRAGMENTS if self.fragments else STEPS,
+            every=LOCAL_STEPS,
         )
+        rows = [line.split(maxsplit=1) for line in LINES.splitlines()]
+        return "\n".join(line.format(**words) for kinds, line in rows if kind in kinds)
 
     @property
     def flags(self) -> str | None:
         """Settings of ``examples/train_lm.py``; None if the trainer does not have the method."""
         if self.name in NOT_IN_TRAINER:
             return None
-        sent, exchange = self.setting or (None, None)
-        sparse = sent if self.optimizer == "sparseloco" else None
-        back = owners if isinstance(owners := _undelayed(exchange), TwoPhase) else None
+        sparse = self.sent if self.optimizer == "sparseloco" else None
+        back = self.exchange if isinstance(self.exchange, TwoPhase) else None
         given = {
             "swarm": "s3://bucket/run" if self.in_swarm else None,
             "worker": "paris" if self.in_swarm else None,
@@ -107,49 +118,41 @@ class Method:
 
 def methods(topk_back: int) -> list[Method]:
     """Returns all methods; in row D the owners send ``topk_back`` coefficients back."""
-    gather, back = AllGather("data"), TwoPhase("data", value_coding_back="int4")
-    packets, gathered = (SIGNS, gather), (SIGNS, Delayed(gather))
-    owned = SIGNS, Delayed(dataclasses.replace(back, topk_back=topk_back))
-    muon: Any = dict(optimizer="demo-muon", look_ahead=1.5)
-    scaled: Any = dict(optimizer="demo-scaled", look_ahead=1.0, rate=0.5, state=8.0)
+    owners = dataclasses.replace(OWNERS, topk_back=topk_back)
+    muon: Any = dict(look_ahead=1.5)
+    scaled: Any = dict(look_ahead=1.0, rate=0.5, state=8.0)
     return [
-        Method("A", "AdamW, all-reduce", None, "adamw", state=0.0, moments=2),
-        Method("A", "Muon, all-reduce", None, "muon", rate=2.0, state=0.0, moments=1),
-        Method("B", "demo_muon", packets, "demo-muon"),
-        Method("B", "demo_scaled", packets, "demo-scaled"),
-        Method("C", "demo_muon, delayed", gathered, **muon),
-        Method("C", "demo_scaled, delayed", gathered, **scaled),
-        Method("D", "demo_muon, two phases, delayed", owned, **muon),
-        Method("D", "demo_scaled, two phases, delayed", owned, **scaled),
-        Method("E", "DiLoCo, all-reduce", None, "diloco", rate=0.5, state=4.0, moments=3),
-        *_rounds("DiLoCo int8", INT8, TwoPhase("data"), "diloco", outer=1, rate=0.5),
-        *_rounds("SparseLoCo k=512", SPARSE_512, back, "sparseloco"),
-        *_rounds("SparseLoCo k=64", SPARSE_64, back, "sparseloco"),
+        Method("A", "AdamW, all-reduce", "adamw", state=0.0, moments=2),
+        Method("A", "Muon, all-reduce", "muon", rate=2.0, state=0.0, moments=1),
+        Method("B", "demo_muon", "demo-muon", SIGNS),
+        Method("B", "demo_scaled", "demo-scaled", SIGNS),
+        Method("C", "demo_muon, delayed", "demo-muon", SIGNS, **muon),
+        Method("C", "demo_scaled, delayed", "demo-scaled", SIGNS, **scaled),
+        Method("D", "demo_muon, two phases, delayed", "demo-muon", SIGNS, owners, **muon),
+        Method("D", "demo_scaled, two phases, delayed", "demo-scaled", SIGNS, owners, **scaled),
+        Method("E", "DiLoCo, all-reduce", "diloco", rate=0.5, state=4.0, moments=3),
+        *_rounds("DiLoCo int8", "diloco", INT8, TwoPhase("data"), outer=1, rate=0.5),
+        *_rounds("SparseLoCo k=512", "sparseloco", SPARSE_512, OWNERS),
+        *_rounds("SparseLoCo k=64", "sparseloco", SPARSE_64, OWNERS),
     ]
 
 
 def _rounds(
-    name: str, sent: Compression, back: TwoPhase, optimizer: str, outer: int = 0, rate: float = 1.0
+    name: str, optimizer: str, sent: Compression, owners: TwoPhase, outer: int = 0, rate: float = 1
 ) -> list[Method]:
     """Returns a round with each exchange, at its end and in fragments.
 
     The two moments of AdamW have the dtype of the parameters, and so have ``outer`` moments if
     there are no fragments.
     """
-    gather, fragments = AllGather("data"), LOCAL_STEPS
-    ways = {
-        "all-gather": (gather, None),
-        "two phases": (back, None),
-        "fragments": (gather, fragments),
-        "fragments in two phases": (back, fragments),
-    }
-    found = []
-    for way, (exchange, number) in ways.items():
-        wide = outer if number else 0
-        state, moments = 8.0 + 4.0 * wide, 2 + outer - wide
-        own: Any = dict(rate=rate, state=state, moments=moments, fragments=number)
-        found.append(Method("E", f"{name}, {way}", (sent, exchange), optimizer, **own))
-    return found
+    whole: Any = dict(rate=rate, state=8.0, moments=2 + outer)
+    parts: Any = dict(rate=rate, state=8.0 + 4 * outer, moments=2, fragments=LOCAL_STEPS)
+    return [
+        Method("E", f"{name}, all-gather", optimizer, sent, **whole),
+        Method("E", f"{name}, two phases", optimizer, sent, owners, **whole),
+        Method("E", f"{name}, fragments", optimizer, sent, **parts),
+        Method("E", f"{name}, fragments in two phases", optimizer, sent, owners, **parts),
+    ]
 
 
 def methods_in_swarm() -> list[Method]:
@@ -161,14 +164,13 @@ def methods_in_swarm() -> list[Method]:
       tx = demo_optax.demo_muon(rate, look_ahead=1.5)
       worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)
     """
-    found = []
-    for method in methods(topk_back=128):
-        sent, exchange = method.setting or (None, None)
-        if sent and _undelayed(exchange) == AllGather("data") and not method.fragments:
-            alone = AllGather() if method.row == "B" else Delayed(AllGather())
-            name = method.name.replace("all-gather", "delayed")
-            found.append(dataclasses.replace(method, name=name, setting=(sent, alone)))
-    return found
+    return [
+        dataclasses.replace(
+            method, name=method.name.replace("all-gather", "delayed"), exchange=AllGather()
+        )
+        for method in methods(topk_back=128)
+        if method.sent and method.exchange == GATHER and not method.fragments
+    ]
 
 
 BASES = {
@@ -178,56 +180,34 @@ BASES = {
     "sparseloco": "optax.sgd(1.0)",
 }
 DECAYS = {"diloco": 1.0, "sparseloco": 0.95}  # of the residual, in each round
-STEPS = f'tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, axis_name="data")'
-STEPS_IN_FRAGMENTS = f"""\
-rounds = dict(every={LOCAL_STEPS}, fragments={LOCAL_STEPS}, axis_name="data")
-tx = demo_optax.local_steps(inner, outer, **rounds)"""
-DELAYED = """\
-exchange = {exchange}
-delayed = demo_optax.Delayed(exchange)
-tx = demo_optax.{function}(rate, look_ahead={look_ahead}, exchange=delayed)"""
-LINES = {
-    ("mean", "A"): """\
-mean = demo_optax.mean_over_workers("data")
-tx = optax.chain(mean, {base})""",
-    ("mean", "E"): """\
-mean = demo_optax.mean_over_workers("data")
-outer = optax.chain(mean, {base})
-inner = {inner}
-{steps}""",
-    ("packets", "B"): 'tx = demo_optax.{function}(rate, axis_name="data")',
-    ("packets", "C"): DELAYED,
-    ("packets", "D"): DELAYED,
-    ("packets", "E"): """\
-sent = {sent}
-exchange = {exchange}
-feedback = dict(decay={decay}, gradient_weight=1.0, mean="workers")
-base = {base}
-outer = demo_optax.decoupled(base, sent, **feedback, exchange=exchange)
-inner = {inner}
-{steps}""",
-    ("swarm", "B"): """\
-from demo_optax.swarm import SwarmWorker
-tx = demo_optax.{function}(rate)
-worker = SwarmWorker(loss_fn, tx, mesh, member, delay=0)""",
-    ("swarm", "C"): """\
-from demo_optax.swarm import SwarmWorker
-tx = demo_optax.{function}(rate, look_ahead={look_ahead})
-worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)""",
-    ("swarm", "E"): f"""\
-from demo_optax.swarm import SwarmWorker
-sent = {{sent}}
-feedback = dict(decay={{decay}}, gradient_weight=1.0, mean="workers")
-outer = demo_optax.decoupled({{base}}, sent, **feedback)
-inner = {{inner}}
-tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, merge=0.5)
-worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)""",
-}
-"""The lines of the methods, by what the workers exchange and by the row."""
+LINES = """\
+bce from demo_optax.swarm import SwarmWorker
+AM  mean = demo_optax.mean_over_workers("data")
+A   tx = optax.chain(mean, {base})
+M   outer = optax.chain(mean, {base})
+EFe sent = {sent}
+CDEF exchange = {exchange}
+CD  delayed = demo_optax.Delayed(exchange)
+B   tx = demo_optax.{function}(rate, axis_name="data")
+CD  tx = demo_optax.{function}(rate, look_ahead={look_ahead}, exchange=delayed)
+b   tx = demo_optax.{function}(rate)
+c   tx = demo_optax.{function}(rate, look_ahead={look_ahead})
+EFe feedback = dict(decay={decay}, gradient_weight=1.0, mean="workers")
+EF  base = {base}
+EF  outer = demo_optax.decoupled(base, sent, **feedback, exchange=exchange)
+e   outer = demo_optax.decoupled({base}, sent, **feedback)
+MEFe inner = {inner}
+ME  tx = demo_optax.local_steps(inner, outer, every={every}, axis_name="data")
+F   rounds = dict(every={every}, fragments={every}, axis_name="data")
+F   tx = demo_optax.local_steps(inner, outer, **rounds)
+e   tx = demo_optax.local_steps(inner, outer, every={every}, merge=0.5)
+b   worker = SwarmWorker(loss_fn, tx, mesh, member, delay=0)
+ce  worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)
+"""
+"""All lines, each with the kinds of methods that have it.
 
-
-def _undelayed(exchange: Any) -> Any:
-    return exchange.inner if isinstance(exchange, Delayed) else exchange
+A kind is a row, in lower case for a swarm; rounds are E, M without packets and F in fragments.
+"""
 
 
 def _call(setting: Compression | Exchange) -> str:

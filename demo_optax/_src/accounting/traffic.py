@@ -227,29 +227,6 @@ Setting = Compression | tuple[Compression, Exchange]
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def step_time(
-    sent: Setting | str,
-    params,
-    workers: int,
-    bandwidth: float,
-    latency: float,
-    compute_time: float,
-    local_steps: int = 1,
-    fragments: int | None = None,
-) -> StepTime:
-    """Returns the seconds of a step that sends packets, or gradients of a dtype in an all-reduce.
-
-    The other arguments are those of `step_times`.
-    """
-    traffic = _traffic(sent, params, workers, fragments)
-    steps = local_steps // (fragments or 1)
-    transfer = 8 * traffic.received / bandwidth / steps
-    waiting = traffic.rounds * latency / steps
-    overlaps = steps == 1 and (traffic.overlaps or fragments is not None)
-    wire = round(traffic.received / steps)
-    return StepTime(traffic.sent, wire, transfer, waiting, compute_time, overlaps)
-
-
 def _traffic(sent: Setting | str, params, workers: int, fragments: int | None) -> Traffic:
     if isinstance(sent, str):
         size = dense_bytes(params, BYTES[sent])
@@ -278,8 +255,7 @@ def uplink_bytes(
     but one. In the first of two phases each worker sends straight to each owner elsewhere.
 
     Args:
-      sent: a compression, a pair of a compression and an exchange, or the dtype of a dense
-        all-reduce.
+      sent: a setting, as in `step_times`.
       params: arrays or shapes of the parameters.
       sites: number of sites.
       workers_per_site: workers that share the uplink of a site; 1 if the site is a worker.
@@ -304,7 +280,7 @@ def uplink_bytes(
 
 def step_times(
     params,
-    compression: Setting | Mapping[str, Setting],
+    compression: Setting | str | Mapping[str, Setting | str],
     workers: int,
     bandwidth: float,
     latency: float = 0.0,
@@ -322,21 +298,21 @@ def step_times(
 
     Args:
       params: arrays or shapes of the parameters.
-      compression: one setting, or several by name. A setting is a compression, or a pair of a
-        compression and an exchange, which is `demo_optax.AllGather` by default.
+      compression: one setting, or several by name. A setting is a compression, a pair of a
+        compression and an exchange, which is `demo_optax.AllGather` by default, or the dtype of a
+        dense all-reduce.
       workers: the number ``N`` of workers.
       bandwidth: bits per second of each worker's link.
       latency: seconds per round.
       compute_time: seconds of a step without any exchange.
       local_steps: number of steps of a round, which ends with one exchange
         (`demo_optax.local_steps`).
-      fragments: number of fragments in which the settings exchange the progress of a round; the
-        dense all-reduce is still one exchange of all.
+      fragments: number of fragments in which the settings exchange the progress of a round.
 
     Returns:
       A `StepTime` for each setting, and for a dense all-reduce of the gradient in two dtypes:
-      ``"AdamW, float32"`` and ``"AdamW, bfloat16"``. With ``local_steps > 1`` their names begin
-      with ``"DiLoCo"``.
+      ``"AdamW, float32"`` and ``"AdamW, bfloat16"``. With ``local_steps > 1`` there are also those
+      of a round, whose names begin with ``"DiLoCo"``.
 
     Raises:
       TypeError, ValueError: a number is out of range, or an exchange of fragments is delayed.
@@ -357,11 +333,19 @@ def step_times(
     if fragments is not None:
         require_divides(fragments, local_steps, "local_steps")
 
-    link = params, workers, bandwidth, latency, compute_time
-    times = {f"AdamW, {dtype}": step_time(dtype, *link) for dtype in BYTES}
+    def time(sent: Setting | str, local_steps: int, fragments: int | None = None) -> StepTime:
+        traffic, steps = _traffic(sent, params, workers, fragments), local_steps // (fragments or 1)
+        return StepTime(
+            packet=traffic.sent,
+            wire=round(traffic.received / steps),
+            transfer=8 * traffic.received / bandwidth / steps,
+            waiting=traffic.rounds * latency / steps,
+            compute=compute_time,
+            overlaps=steps == 1 and (traffic.overlaps or fragments is not None),
+        )
+
+    times = {f"AdamW, {dtype}": time(dtype, 1) for dtype in BYTES}
     if local_steps > 1:
-        times |= {f"DiLoCo, {dtype}": step_time(dtype, *link, local_steps) for dtype in BYTES}
+        times |= {f"DiLoCo, {dtype}": time(dtype, local_steps) for dtype in BYTES}
     settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
-    for name, setting in settings.items():
-        times[name] = step_time(setting, *link, local_steps, fragments)
-    return times
+    return times | {name: time(sent, local_steps, fragments) for name, sent in settings.items()}

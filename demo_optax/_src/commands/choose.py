@@ -10,17 +10,21 @@ import argparse
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from demo_optax._src.accounting.candidates import Candidate
-from demo_optax._src.accounting.choose import Choice, choose
-from demo_optax._src.accounting.devices import PEAK_FLOPS, UTILIZATION, estimate_compute_time
+from demo_optax._src.accounting.choose import (
+    PEAK_FLOPS,
+    UTILIZATION,
+    Choice,
+    choose,
+    estimate_compute_time,
+)
 from demo_optax._src.accounting.methods import Method
-from demo_optax._src.accounting.rules import short
+from demo_optax._src.accounting.rules import Candidate, short
 from demo_optax._src.accounting.traffic import BYTES, uplink_bytes
 from demo_optax._src.commands.quantities import bandwidth, count, duration, flops, memory
 from demo_optax._src.commands.tables import plus_minus, print_table, with_unit
@@ -41,16 +45,19 @@ def add_arguments(add: Callable[..., None]) -> None:
     def need(name: str, parse: Callable, meaning: str) -> None:
         add(f"--{name}", meaning, type=parse, required=True)
 
+    who, compute = dict(type=count, one_of="who"), dict(one_of="compute")
     need("params", count, "number of parameters, as in 300M or 1.3B")
-    add("--workers", "number of workers, which are devices or groups of devices", type=count)
-    add("--sites", "in place of --workers: sites, each of which is a worker", type=count)
+    add("--workers", "number of workers, which are devices or groups of devices", **who)
+    add("--sites", "in place of --workers: sites, each of which is a worker", **who)
     add("--nodes-per-site", "nodes that share the uplink of a site", 1, type=count)
     add("--devices", "devices of a worker; with --sites, those of a node", 1, type=count)
     need("bandwidth", bandwidth, "of each worker's link, per second, as in 100Mbit")
     need("latency", duration, "half the time that ping shows, as in 20ms; with --swarm all of it")
-    add("--compute-time", "time of a step of one worker that trains alone, as in 1s", type=duration)
-    add("--device", "estimates the compute in place of --compute-time", choices=PEAK_FLOPS)
-    add("--flops", "the same, with the peak of another device, as in 400T", type=flops)
+    alone = "time of a step of one worker that trains alone, as in 1s"
+    add("--compute-time", alone, type=duration, **compute)
+    in_place = "estimates the compute in place of --compute-time"
+    add("--device", in_place, choices=PEAK_FLOPS, **compute)
+    add("--flops", "the same, with the peak of another device, as in 400T", type=flops, **compute)
     need("batch-tokens", count, "sequences in the batch of one worker times their length")
     need("width", count, "width of the model, which is the size of an embedding")
     add("--swarm", "compares what a swarm can carry, over a link to its store", action="store_true")
@@ -64,18 +71,17 @@ def run(args: argparse.Namespace) -> None:
     given = vars(args)
     names = given.keys() & inspect.signature(choose).parameters.keys() - {"compute_time"}
     settings: dict[str, Any] = {name: given[name] for name in names}
-    settings["workers"] = _one_of(given, "workers", "sites")
+    settings.setdefault("workers", given.get("sites"))
     if args.nodes_per_site > 1 and "sites" not in given:
         raise ValueError(
             f"--nodes-per-site {args.nodes_per_site} was given without --sites: give the number of "
             "sites in place of --workers."
         )
-    sites = None if "swarm" in given else given.get("sites")
-    compute_time = measured = _one_of(given, "compute_time", "device", "flops")
-    devices, estimated = args.devices * (args.nodes_per_site if "sites" in given else 1), ""
-    if "compute_time" not in given:
-        peak = PEAK_FLOPS.get(measured, measured) * devices
-        compute_time = estimate_compute_time(args.params, args.batch_tokens, peak)
+    sites, estimated = None if "swarm" in given else given.get("sites"), ""
+    if (compute_time := given.get("compute_time")) is None:
+        devices = args.devices * (args.nodes_per_site if "sites" in given else 1)
+        peak = PEAK_FLOPS[args.device] if "device" in given else args.flops
+        compute_time = estimate_compute_time(args.params, args.batch_tokens, peak * devices)
         estimated = f", estimated at {UTILIZATION:.0%} of the peak of {devices} device(s)"
     choice, *others = [choose(**settings, compute_time=x * compute_time) for x in (1, 0.5, 2)]
     chosen = choice.chosen
@@ -108,15 +114,6 @@ def run(args: argparse.Namespace) -> None:
     if chosen.method.in_swarm:
         print("\n\ndocs/how_to/swarm.md shows how to make loss_fn, mesh and member.", end="")
     print("\n\ndocs/how_to/choose.md explains the rules, docs/explanation/quality.md the losses.")
-
-
-def _one_of(given: Mapping[str, Any], *names: str) -> Any:
-    """Returns the one setting of several that was given."""
-    found = [given[name] for name in names if name in given]
-    if len(found) != 1:
-        flags = ", ".join("--" + name.replace("_", "-") for name in names)
-        raise ValueError(f"of {flags} {len(found)} were given: give one of them.")
-    return found[0]
 
 
 def _cells(candidate: Candidate, is_chosen: bool) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """The command ``demo-optax``, whose subcommands are modules of this folder."""
 
 import argparse
-import functools
+import collections
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from demo_optax._src.commands import bytes_of, choose, swarm, swarm_key, swarm_roster
 
@@ -21,13 +22,20 @@ def make_parser() -> argparse.ArgumentParser:
         summary = about.partition("\n")[0]
         command = commands.add_parser(name, description=about, help=summary, formatter_class=Help)
         command.set_defaults(run=module.run)
-
-        module.add_arguments(functools.partial(_add, command))
+        module.add_arguments(_adder(command))
     return parser
 
 
-def _add(parser, flag: str, meaning: str, default=argparse.SUPPRESS, **options) -> None:
-    parser.add_argument(flag, help=meaning, default=default, **options)
+def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
+    """Returns a function that adds arguments, of which one of each ``one_of`` is needed."""
+    groups: Any = collections.defaultdict(
+        lambda: parser.add_mutually_exclusive_group(required=True), {None: parser}
+    )
+
+    def add(flag: str, meaning: str, default=argparse.SUPPRESS, one_of=None, **options) -> None:
+        groups[one_of].add_argument(flag, help=meaning, default=default, **options)
+
+    return add
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -45,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[:1] == ["swarm"] and words[1:2] and words[1] in MAKERS:
         maker = MAKERS[words[1]]
         parser = argparse.ArgumentParser(f"demo-optax swarm {words[1]}", description=maker.__doc__)
-        maker.add_arguments(functools.partial(_add, parser))
+        maker.add_arguments(_adder(parser))
         parser.set_defaults(run=maker.run)
         args = parser.parse_intermixed_args(words[2:])
     else:
