@@ -9,7 +9,7 @@ from demo_optax import swarm
 from demo_optax._src.commands.main import main
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
-from demo_optax.swarm import Member, ObjectStore, draw, read_history, status, watch_history
+from demo_optax.swarm import Member, ObjectStore, read_history, status, watch_history
 
 OSLO, PARIS, ROME, ROME_AGAIN = (0, 1), (1, 1), (2, 1), (2, 2)
 NAMES = {OSLO: "oslo", PARIS: "paris", ROME: "rome", ROME_AGAIN: "rome"}
@@ -198,33 +198,25 @@ def test_the_command_prints_the_steps_of_every_worker_in_rounds(store, capsys, t
     assert ["4", "late", "10", "away"] in shown and ["7", "5", "away", "10"] in shown
 
 
-def test_the_picture_has_every_worker_and_sign(store, tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    drawn = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
-    write(store, TAKEN)
-    history = read_history(store)
-    history = history._replace(names=history.names | {OSLO: r"$\oslo$"})
-    draw(history, str(tmp_path / "life.png"))
-    axes = drawn[0].axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [r"$\oslo$", "paris", "rome"]
-    assert sorted(text.get_text() for text in axes.texts).count("10") == 11
-    assert [line.get_marker() for line in axes.lines] == [">", "X"]
-    assert (tmp_path / "life.png").stat().st_size > 0
-
-
-def test_names_are_drawn_and_printed_as_text(store, tmp_path, monkeypatch, capsys):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    drawn = []
+def test_the_picture_has_every_worker_and_sign_and_names_are_text(
+    store, tmp_path, monkeypatch, capsys
+):
+    pyplot, drawn = pytest.importorskip("matplotlib.pyplot"), []
     monkeypatch.setattr(pyplot, "close", drawn.append)
     for name, member in NAMES.items():
         monkeypatch.setitem(NAMES, name, {"oslo": "$x_{$", "paris": "[/gpu]"}.get(member, member))
     write(store, TAKEN)
     main(["swarm", store.url, "--picture", str(tmp_path / "life.png")])
-    shown = capsys.readouterr().out
-    assert "members: $x_{$, rome\nleft: [/gpu] after round 6" in shown
-    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert "members: $x_{$, rome\nleft: [/gpu] after round 6" in capsys.readouterr().out
+    axes = drawn[0].axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["$x_{$", "[/gpu]", "rome"]
+    assert [line.get_marker() for line in axes.lines] == [">", "X"]
+    (mesh,) = axes.collections
+    assert mesh.get_array().filled(-1.0).tolist() == [
+        [-1.0 if n is None else n for n in steps[1:]] for steps in TAKEN.values()
+    ]
+    assert (tmp_path / "life.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

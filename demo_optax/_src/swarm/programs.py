@@ -190,30 +190,22 @@ def text_of(tx, params, slots: int, device, axis_names: tuple[str, ...]) -> str:
     Raises:
       ValueError: the optimizer needs an argument that the workers of a swarm do not have.
     """
-    slot = jax.ShapeDtypeStruct((), jnp.int32)
     params = arrays.unboxed(params)
 
-    def send(params, state, slot, weight, participates, ends_round):
+    def step(params, state, slot, weight, participates, ends_round):
         extra: dict = {momentum.MESSAGE_WEIGHT: weight, participation.PARTICIPATES: participates}
         extra |= {"ends_round": ends_round} if tx.steps_per_round else {}
-        return tx.send(params, state, params, worker=slot, **extra)
-
-    def apply(params, state, slot, packets, outbox):
+        outbox, state = tx.send(params, state, params, worker=slot, **extra)
+        packets = jnp.broadcast_to(outbox.packet, (slots, *outbox.packet.shape))
         return tx.apply(packets, outbox, state, params, worker=slot)
 
-    def traced(half, *args):
-        for name in axis_names:
-            half = jax.vmap(half, None, None, axis_name=name, axis_size=1)
-        with jax.set_mesh(Mesh(np.array([device]), ("one device",))):
-            return jax.jit(half).trace(params, state, slot, *args)
-
+    for name in axis_names:
+        step = jax.vmap(step, None, None, axis_name=name, axis_size=1)
+    scalars = [jax.ShapeDtypeStruct((), x) for x in (jnp.int32, jnp.float32, bool, bool)]
     try:
         state = jax.eval_shape(tx.init, params)
-        weight, yes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
-        sending = traced(send, weight, yes, yes)
-        outbox = sending.out_info[0]
-        packets = jax.ShapeDtypeStruct((slots, *outbox.packet.shape), jnp.uint32)
-        halves_traced = sending, traced(apply, packets, outbox)
+        with jax.set_mesh(Mesh(np.array([device]), ("one device",))):
+            traced = jax.jit(step).trace(params, state, *scalars)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
@@ -222,8 +214,7 @@ def text_of(tx, params, slots: int, device, axis_names: tuple[str, ...]) -> str:
             "worker has a loss of its own, and all must make the same update: leave out links such "
             "as optax.contrib.reduce_on_plateau, and lower the rate by a schedule."
         ) from error
-    platforms = (device.platform,)
-    return "".join(x.lower(lowering_platforms=platforms).as_text() for x in halves_traced)
+    return traced.lower(lowering_platforms=(device.platform,)).as_text()
 
 
 def division_of(mesh: Mesh, params, specs) -> str:
