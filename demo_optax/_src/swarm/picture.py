@@ -29,7 +29,13 @@ def draw(history: History, path: str) -> None:
         blues = colors.LinearSegmentedColormap.from_list("steps", [PALEST, COUNTED])
         limits: dict[str, Any] = dict(vmin=0.5, vmax=max(np.nanmax(steps), 1.0))
         edges = np.arange(len(names) + 1) - 0.5
-        axes.pcolormesh(times, edges, np.ma.masked_invalid(steps), cmap=blues.with_extremes(under=LATE), **limits)
+        axes.pcolormesh(
+            times,
+            edges,
+            np.ma.masked_invalid(steps),
+            cmap=blues.with_extremes(under=LATE),
+            **limits,
+        )
     sign: dict[str, Any] = dict(linestyle="", markersize=9, markeredgecolor="white")
     for member, index in history.ends().items():
         at = times[index], names.index(history.names[member])
