@@ -201,11 +201,11 @@ def watch_history(
       1
       >>> folder.cleanup()
     """
-    readable: Any = copy.copy(store)  # a store has other methods, which nobody calls
-    if isinstance(readable, MembersOnly):
-        readable.inner = kept = _Kept(readable.inner)
-    else:
-        readable = kept = _Kept(store)
+    kept = _Kept(store.inner if isinstance(store, MembersOnly) else store)
+    readable: Any = kept  # a store has other methods, which nobody calls
+    if isinstance(store, MembersOnly):
+        readable = copy.copy(store)
+        readable.inner = kept
     yield read_history(readable, last)
     kept.requests = 0
     while True:
