@@ -224,12 +224,9 @@ def division_of(mesh: Mesh, params, specs) -> str:
     devices = mesh.devices[first].flatten()
     if (number := len(devices)) == 1:
         return "1"
-    parts = []
-    leaves = map(jax.tree.leaves, arrays.unboxed((params, specs)))
-    for x, spec in zip(*leaves, strict=True):
-        of = NamedSharding(mesh, spec).devices_indices_map(x.shape)
-        for device in devices:
-            parts.append([i.indices(n) for i, n in zip(of[device], x.shape, strict=True)])
+    leaves = zip(*map(jax.tree.leaves, arrays.unboxed((params, specs))), strict=True)
+    of = [NamedSharding(mesh, spec).devices_indices_map(x.shape) for x, spec in leaves]
+    parts = [[part[device] for device in devices] for part in of]
     return f"{number} (divided as {records.sha256(str(parts).encode())[:8]})"
 
 

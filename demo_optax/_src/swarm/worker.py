@@ -3,7 +3,8 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,49 @@ from demo_optax._src.swarm.programs import compile_programs, require_optimizer
 from demo_optax._src.swarm.records import Manifest, SwarmError
 from demo_optax._src.swarm.replicated_state import replace_leaves, shared_leaves, to_host
 from demo_optax._src.swarm.round_clock import RoundClock
-from demo_optax._src.swarm.under_way import ExchangeUnderWay, SwarmMetrics
 
 LEAVE_SECONDS = 10.0  # for which a worker that leaves waits for the result of its last packet
 DECISION_SECONDS = 1.0  # for which it then waits for a decision that others may be taking
 LOG_EVERY_STEPS = 200  # of catching up
 READ_AT_ONCE = 16  # steps, after it has caught up with as many
+
+
+class SwarmMetrics(NamedTuple):
+    """Holds what `SwarmWorker.step` measured in a step.
+
+    Attributes:
+      step: int, the number of the exchange that the step's gradient goes into, from 0. With
+        `demo_optax.local_steps` it is the number of the round.
+      loss: float, the loss of this worker.
+      gradient_norm: float, the norm of its gradient before clipping.
+      exchange: `demo_optax.ExchangeMetrics` of the exchange that the parameters were updated with.
+      applied: int, the number of the exchange whose result came in this step, or None if none came.
+        With a delay it is an earlier one than ``step``.
+      members: names of the workers whose packets counted in that exchange; empty if none came.
+      skipped: names of the workers that had nothing finite to send in that exchange.
+      late: names of the workers for which this worker waited in vain in that exchange.
+      waited: float, seconds in the exchange; with a delay, those that the gradient did not hide.
+      packet_bytes: int, bytes that it sent.
+      replayed: int, steps that it caught up with afterwards, or rounds.
+      drift: float, the norm by which its parameters differed from the last snapshot, relative to
+        that of the snapshot, or the same of the shared state if that is larger; None in steps
+        without a comparison.
+      round_steps: int, the steps in the round that this step ended, else 0; 1 without rounds.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    exchange: metrics.ExchangeMetrics
+    applied: int | None
+    members: tuple[str, ...]
+    skipped: tuple[str, ...]
+    late: tuple[str, ...]
+    waited: float
+    packet_bytes: int
+    replayed: int
+    drift: float | None
+    round_steps: int
 
 
 class SwarmWorker:
@@ -119,7 +157,8 @@ class SwarmWorker:
         self._facts: dict[str, Any] = dict(snapshot_every=snapshot_every, slots=slots, delay=delay)
         self._facts |= dict(steps_per_round=tx.steps_per_round, round_seconds=round_seconds)
         self._facts |= facts or {}
-        self._under_way = ExchangeUnderWay(member)
+        self._thread = ThreadPoolExecutor(1, "exchange")
+        self._under_way: Future[ExchangeResult] | None = None
         self._turns = snapshots.SnapshotTurns(member, snapshot_every) if member else None
         self._has_rounds, self._clock = bool(tx.steps_per_round), None
         if member and tx.steps_per_round:
@@ -281,7 +320,7 @@ class SwarmWorker:
             return
         with contextlib.suppress(OSError):
             self.member.leave(self.number)
-        self._under_way.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
         if self._clock is not None:
             self._clock.close()
         self._turns.close()
@@ -335,7 +374,9 @@ class SwarmWorker:
             opt_state, packet, steps, tokens = self._send(params, opt_state, *sent)
             self._sent_steps, round_steps, self._steps = steps, self._steps, 0
             marks_end = self._clock.restart() if self._clock is not None else False
-            self._under_way.begin(number, packet, steps, tokens, marks_end)
+            if self._member is not None:
+                exchange = self._member.exchange, number, packet, steps, tokens, marks_end
+                self._under_way = self._thread.submit(*exchange)
             if not self.delay:
                 result = self._result()
                 assert result is not None
@@ -374,7 +415,13 @@ class SwarmWorker:
 
     def _result(self, timeout: float | None = None) -> ExchangeResult | None:
         """Returns the result of the exchange under way, if there is one and it comes in time."""
-        return None if self._outbox is None else self._under_way.result(timeout)
+
+        def ask() -> ExchangeResult | None:
+            assert self._under_way is not None
+            _, late = wait([self._under_way], timeout)
+            return None if late else self._under_way.result()
+
+        return None if self._outbox is None else by_lead(ask)
 
     def _go_on(self, result: ExchangeResult | None, params, opt_state) -> tuple[Any, Any, int]:
         """Applies the result of this worker's exchange, if there is one, and then what it missed.
