@@ -16,52 +16,23 @@ import demo_optax
 from demo_optax import Compression
 from demo_optax._src.swarm import records, snapshots
 from demo_optax._src.swarm.snapshots import SnapshotTurns
-from demo_optax.swarm import Member, ObjectStore, SwarmError
+from demo_optax.swarm import Member, SwarmError
 from tests import swarms
 from tests.sweeps import slow, sweep
 
 DELAYS = sweep(1, delay=[0, 1])
 
 
-@pytest.fixture
-def store(tmp_path):
-    yield ObjectStore(str(tmp_path), patience=10.0)
-    while OPEN:
-        OPEN.pop().close()
-
-
-OPEN = []
-
-
 def make(store, number, tx=swarms.DEMO_SCALED, **settings):
     settings = {"deadline": 1.0, "snapshot_every": 4} | settings
-    OPEN.append(swarms.make_worker(tx, store, number, **settings))
-    return OPEN[-1]
-
-
-def slow_batch_of(worker, step):
-    """Leaves others the time to catch up."""
-    time.sleep(0.02)
-    return swarms.batch_of(worker, step)
-
-
-def require_equal(*digests):
-    """Whoever took a step has the same parameters after it."""
-    by_step = {}
-    for worker, of_worker in enumerate(digests):
-        for step, digest in of_worker.items():
-            by_step.setdefault(step, {})[worker] = digest
-    assert [step for step, x in by_step.items() if len(set(x.values())) > 1] == []
-    return by_step
+    return swarms.make_worker(tx, store, number, **settings)
 
 
 def both(first, second, until, states=(None, None), batches=swarms.batch_of):
-    return swarms.together(
-        [
-            functools.partial(swarms.take_steps, worker, until, state, batches)
-            for worker, state in zip((first, second), states, strict=True)
-        ]
-    )
+    return swarms.both(first, second, until, states, (batches, batches))
+
+
+slow_batch_of = swarms.slowly(0.02)
 
 
 @DELAYS
@@ -73,7 +44,7 @@ def test_a_newcomer_replays_and_takes_part(store, delay):
     assert second.number in (11, 12)  # with a delay the twelfth is decided in a thread
     states = state, begun
     (_, alone, metrics), (_, joined, of_second) = both(first, second, 30, states, slow_batch_of)
-    by_step = require_equal(before | alone, joined)
+    by_step = swarms.require_equal(before | alone, joined)
     assert len(by_step[30]) == 2
     assert set(metrics[-1].members) == {"worker-0", "worker-1"} == set(of_second[-1].members)
     assert int(metrics[-1].exchange.participants) == 2
@@ -95,7 +66,7 @@ def test_a_newcomer_draws_the_random_numbers_of_the_others(store, delay):
     second = make(store, 1, tx, **settings)
     begun = swarms.begin(second)
     (_, alone, _), (_, joined, metrics) = both(first, second, 16, (state, begun), slow_batch_of)
-    by_step = require_equal(before | alone, joined)
+    by_step = swarms.require_equal(before | alone, joined)
     assert any(len(x) == 2 for x in by_step.values())
     assert max(len(x.members) for x in metrics) == 2
 
@@ -149,7 +120,7 @@ def test_one_that_was_stopped_catches_up_and_counts_again(store, delay):
     state, alone, _ = swarms.take_steps(first, 9, state)
     states = state, stopped
     (_, of_first, _), (_, of_second, metrics) = both(first, second, 30, states, slow_batch_of)
-    by_step = require_equal(alone | of_first, of_second)
+    by_step = swarms.require_equal(alone | of_first, of_second)
     assert len(by_step[30]) == 2
     assert metrics[0].replayed + metrics[1].replayed >= 1
     assert set(metrics[-1].members) == {"worker-0", "worker-1"}
@@ -167,14 +138,14 @@ def test_one_whose_packets_were_swept_jumps_to_a_snapshot(store, delay):
     assert metrics[0].replayed < 6 < until - 7  # not all that it missed, since it jumped
     states = state, stopped
     (_, of_first, _), (_, of_second, _) = both(first, second, until + 15, states, slow_batch_of)
-    by_step = require_equal(alone | of_first, woken | of_second)
+    by_step = swarms.require_equal(alone | of_first, woken | of_second)
     assert len(by_step[until + 15]) == 2
 
 
 def test_all_come_back_where_they_were(store):
     first, second = make(store, 0), make(store, 1)
     (_, of_first, _), (_, of_second, _) = both(first, second, 10)
-    before = require_equal(of_first, of_second)
+    before = swarms.require_equal(of_first, of_second)
     for worker in first, second:
         worker.close()
     again = make(store, 1)
@@ -194,7 +165,7 @@ def test_a_gradient_that_is_not_finite_is_not_sent(store, delay):
     results = swarms.together(
         [functools.partial(swarms.take_steps, x, 12, None, nothing_finite) for x in workers]
     )
-    require_equal(*[digests for _, digests, _ in results])
+    swarms.require_equal(*[digests for _, digests, _ in results])
     participants = [int(x.exchange.participants) for x in results[0][2]]
     assert participants[1 if delay else 0 :] == [2, 2, 2, 1, 1, 2, 2, 2, 2, 2, 2, 2]
     (params, _), _, _ = results[1]
@@ -414,7 +385,7 @@ def test_a_run_that_stopped_at_a_snapshot_goes_on(store, delay):
     first.close()  # with a delay the exchange of the last step may never be decided
     again = make(store, 0, delay=delay)
     _, after, _ = swarms.take_steps(again, 16)
-    require_equal(before, {step: x for step, x in after.items() if step < 8})
+    swarms.require_equal(before, {step: x for step, x in after.items() if step < 8})
     assert max(after) == 16
 
 
