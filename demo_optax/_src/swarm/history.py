@@ -83,20 +83,8 @@ class History(NamedTuple):
         """Returns the seconds between the decisions of each two successive steps."""
         return [max(b.time - a.time, 0.0) for a, b in itertools.pairwise(self.manifests)]
 
-    def seconds_per_step(self) -> float:
-        """Returns the median time of a worker's step; in a round they take many."""
-        steps = [max(x.steps for x in m.packets) for m in self.manifests[1:]]
-        each = [s / max(n, 1) for s, n in zip(self.seconds(), steps, strict=True)]
-        return statistics.median(each) if each else 0.0
-
-    @property
-    def weight_unit(self) -> str:
-        """What the weights count: ``"tokens"``, or ``"steps"`` if the workers have set none."""
-        packets = [x for manifest in self.manifests for x in manifest.packets]
-        return "steps" if all(x.tokens == x.steps for x in packets) else "tokens"
-
     def tokens_per_second(self) -> float:
-        """Returns the sum of the weights that counted, in `weight_unit`."""
+        """Returns the sum of the weights that counted: of steps, if the workers have set none."""
         duration = sum(self.seconds())
         tokens = sum(x.tokens for m in self.manifests[1:] for x in m.packets)
         return tokens / duration if duration else 0.0
@@ -242,13 +230,16 @@ def status(history: History) -> str:
     if durations:
         each, goodput = f"{statistics.median(durations):.3f} s each", ""
         if unit == "round":
-            each += f" and {history.seconds_per_step():.3f} s a step (medians)"
+            steps = [max(1, *(x.steps for x in m.packets)) for m in manifests[1:]]
+            of_step = statistics.median(s / n for s, n in zip(durations, steps, strict=True))
+            each += f" and {of_step:.3f} s a step (medians)"
         else:
             each, goodput = f"{each} (median)", f", goodput {history.goodput():.0%}"
-        tokens = history.tokens_per_second()
+        tokens, packets = history.tokens_per_second(), [x for m in manifests for x in m.packets]
+        weights = "steps" if all(x.tokens == x.steps for x in packets) else "tokens"
         lines.append(
             f"last {len(manifests)} {unit}s: {each}, "
-            f"{tokens:{',.0f' if tokens >= 100 else '.3g'}} {history.weight_unit} a second counted"
+            f"{tokens:{',.0f' if tokens >= 100 else '.3g'}} {weights} a second counted"
             f"{goodput}"
         )
     return "\n".join([*lines, history.access])

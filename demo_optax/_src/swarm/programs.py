@@ -54,10 +54,8 @@ class Programs(NamedTuple):
     shardings: tuple[Any, Any]  # of parameters and state, which have no axis of workers
     shape: tuple[int, int, int]  # (shards, slots, words) of the packets
     empty_outbox: Outbox  # of a worker that sent nothing
-    no_gradient: Callable[[], tuple[Any, np.ndarray]]  # with the norm of one that is not finite
     fingerprint: dict[str, str]  # the kind of device, and the SHA-256 of the optimizer's text
     division: str  # of the parameters into shards
-    batch: Any  # shapes and dtypes of a batch
 
     @property
     def packet_bytes(self) -> int:
@@ -171,14 +169,8 @@ def compile_programs(
     fingerprint = {"device": kind, "optimizer": records.sha256(text.encode())}
     division = division_of(mesh, params, layout.params)
     placed = shards.shardings(mesh, (layout.params, layout.state))
-    batch = checks.shapes_of("batch", batch)
-
-    def no_gradient() -> tuple[Any, np.ndarray]:
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), result.gradients)
-        return zeros, np.array([np.nan], np.float32)
-
     programs = computing, alone, sending, applying, init
-    return Programs(*programs, placed, shape, empty, no_gradient, fingerprint, division, batch)
+    return Programs(*programs, placed, shape, empty, fingerprint, division)
 
 
 def text_of(tx, params, slots: int, device, axis_names: tuple[str, ...]) -> str:

@@ -161,6 +161,7 @@ class SwarmWorker:
         self._under_way: Future[ExchangeResult] | None = None
         self._turns = snapshots.SnapshotTurns(member, snapshot_every) if member else None
         self._has_rounds, self._clock = bool(tx.steps_per_round), None
+        self._ends_rounds = round_seconds is not None  # for all, when this worker's time is over
         if member and tx.steps_per_round:
             self._clock = RoundClock(member, tx.steps_per_round, round_seconds)
             member.unit = "round"
@@ -170,7 +171,8 @@ class SwarmWorker:
         self._returned_steps = 0  # whose message came too late, and is in the outer momentum again
         self._outbox: Any = None  # the message that was sent and is not applied yet
         self._times_late = 0  # successive exchanges in which this worker's packet did not count
-        self._programs: Any = None  # what `begin` compiles
+        self._programs: Any = None  # what `begin` compiles,
+        self._batch: Any = None  # for batches of these shapes and dtypes
         self._exchange: Any = None  # the metrics of the last exchange
         self._members: tuple[str, ...] = ()  # whose packets were given to it
         self._damaged = 0  # packets that did not count in the exchange before
@@ -200,10 +202,11 @@ class SwarmWorker:
             by_lead(lambda: agreement.compare(self.member.store, facts))
             started = time.monotonic()
             self._programs = programs = self._compile(params, batch)
+            self._batch = checks.shapes_of("batch", batch)
             self.seconds_compiling = time.monotonic() - started
             params = replicated_state.to_devices(params, programs.shardings[0])
             opt_state = programs.init(params)
-            facts |= agreement.facts_of_programs(opt_state, programs.shape[-1], programs.division)
+            facts |= {"number of shards": programs.division}
             by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
             by_lead(lambda: self.member.expect(programs.packet_bytes))
             params, opt_state, _ = self._catch_up(*self._jump(params, opt_state))
@@ -233,9 +236,9 @@ class SwarmWorker:
                 "this worker has left, with what it had not sent: start its process again, so that "
                 "it joins from a snapshot; call nothing but close() here."
             )
-        if (shapes := checks.shapes_of("batch", batch)) != (expected := self._programs.batch):
+        if (shapes := checks.shapes_of("batch", batch)) != self._batch:
             raise ValueError(
-                f"the batch has {shapes}, but that of begin() had {expected}: give every step "
+                f"the batch has {shapes}, but that of begin() had {self._batch}: give every step "
                 "batches of one shape, or begin again in a new process."
             )
         with self._stops_at_errors():
@@ -273,12 +276,13 @@ class SwarmWorker:
                 # A message that is sent again has its weight again.
                 weight = np.float32(self._returned_steps * self._weight[0])
                 opt_state = opt_state._replace(weight=to_host(opt_state.weight) + weight)
-                nothing = *self._programs.no_gradient(), self._weight, self._slot
                 self._finite_steps += self._returned_steps
-                opt_state, packet, steps, tokens = self._send(params, opt_state, *nothing)
-                by_lead(lambda: self.member.send(self.number, packet, steps, tokens))
+                zeros = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), params)
+                nothing = zeros, np.array([np.nan], np.float32), self._weight, self._slot
+                opt_state, sent = self._send(params, opt_state, *nothing)
+                by_lead(lambda: self.member.send(*sent))
                 self._tell_rest(opt_state)
-                if steps:  # else nothing was finite
+                if self._sent_steps:  # else nothing was finite
                     self._sent_steps, self._steps, self._returned_steps = unsent, 0, 0
         return self._lost_steps()
 
@@ -371,12 +375,13 @@ class SwarmWorker:
             look = self._look()
         number, sent = self.number, (gradients.gradients, norm, self._weight, self._slot)
         if look == "over":
-            opt_state, packet, steps, tokens = self._send(params, opt_state, *sent)
-            self._sent_steps, round_steps, self._steps = steps, self._steps, 0
-            marks_end = self._clock.restart() if self._clock is not None else False
+            opt_state, sent = self._send(params, opt_state, *sent)
+            packet, round_steps, self._steps = sent[1], self._steps, 0
+            if self._clock is not None:
+                self._clock.restart()
             if self._member is not None:
-                exchange = self._member.exchange, number, packet, steps, tokens, marks_end
-                self._under_way = self._thread.submit(*exchange)
+                exchange = self._member.exchange
+                self._under_way = self._thread.submit(exchange, *sent, self._ends_rounds)
             if not self.delay:
                 result = self._result()
                 assert result is not None
@@ -444,13 +449,13 @@ class SwarmWorker:
     def _announce(self) -> None:
         by_lead(lambda: self.member.announce(self.number))
 
-    def _send(self, params, opt_state, *sent) -> tuple[Any, bytes, int, float]:
-        """Returns the state without the message, its packet, and the steps and tokens in it."""
+    def _send(self, params, opt_state, *sent) -> tuple[Any, tuple[int, bytes, int, float]]:
+        """Returns the state without the message, and what `Member.send` sends of it."""
         self._outbox, opt_state = self._programs.send(params, opt_state, *sent)
-        is_rejected, finite_steps = to_host(self._outbox.factor) == 0, self._finite_steps
-        self._finite_steps, steps = 0, 0 if is_rejected else finite_steps
+        steps = self._finite_steps if to_host(self._outbox.factor) else 0
+        self._finite_steps, self._sent_steps = 0, steps
         packet = to_host(self._outbox.packets).tobytes()
-        return opt_state, packet, steps, steps * self._tokens_per_step
+        return opt_state, (self.number, packet, steps, steps * self._tokens_per_step)
 
     def _is_behind(self) -> bool:
         if not self._is_leaving:
