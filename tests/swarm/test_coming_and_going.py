@@ -142,15 +142,19 @@ def test_one_whose_packets_were_swept_jumps_to_a_snapshot(store, delay):
     assert len(by_step[until + 15]) == 2
 
 
-def test_all_come_back_where_they_were(store):
-    first, second = make(store, 0), make(store, 1)
-    (_, of_first, _), (_, of_second, _) = both(first, second, 10)
+@DELAYS
+def test_all_come_back_where_they_were_and_go_on(store, delay):
+    first, second = make(store, 0, delay=delay), make(store, 1, delay=delay)
+    (_, of_first, _), (_, of_second, _) = both(first, second, 8)
     before = swarms.require_equal(of_first, of_second)
     for worker in first, second:
-        worker.close()
-    again = make(store, 1)
-    params, _ = swarms.begin(again)
-    assert again.number == 10 and swarms.digest(params) in before[10].values()
+        worker.close()  # with a delay the exchange of the last step may never be decided
+    again = make(store, 1, delay=delay)
+    params, opt_state = swarms.begin(again)
+    assert again.number == 8 + delay or again.number == 8
+    assert again.number > 8 or swarms.digest(params) in before[8].values()
+    _, after, _ = swarms.take_steps(again, 16, (params, opt_state))
+    assert max(after) == 16
 
 
 def nothing_finite(worker, step):
@@ -380,14 +384,3 @@ def test_the_first_worker_alone_trains(store):
     _, _, metrics = swarms.take_steps(make(store, 0), 40)
     assert metrics[-1].loss < 0.8 * metrics[0].loss
     assert all(int(x.exchange.participants) == 1 for x in metrics)
-
-
-@DELAYS
-def test_a_run_that_stopped_at_a_snapshot_goes_on(store, delay):
-    first = make(store, 0, delay=delay)
-    _, before, _ = swarms.take_steps(first, 8)
-    first.close()  # with a delay the exchange of the last step may never be decided
-    again = make(store, 0, delay=delay)
-    _, after, _ = swarms.take_steps(again, 16)
-    swarms.require_equal(before, {step: x for step, x in after.items() if step < 8})
-    assert max(after) == 16
