@@ -40,14 +40,12 @@ def write(store, taken):
     store.put(records.left_key(PARIS), b"")
 
 
-def test_workers_are_late_between_packets_of_one_process_and_away_between_two(store):
-    write(store, TAKEN)
-    assert read_history(store).taken() == TAKEN
-
-
 def test_a_summary_tells_rounds_from_steps_and_leaving_from_vanishing(store):
+    """A worker is late between packets of one process, and away between those of two."""
     write(store, TAKEN)
-    lines = status(read_history(store)).splitlines()
+    history = read_history(store)
+    lines = status(history).splitlines()
+    assert history.taken() == TAKEN
     assert lines[0].startswith("round 7, decided at 1970-01-01 00:16:45 UTC")
     assert lines[1:4] == [
         "members: oslo, rome",
@@ -55,36 +53,41 @@ def test_a_summary_tells_rounds_from_steps_and_leaving_from_vanishing(store):
         "snapshots before rounds: none",
     ]
     assert lines[4].startswith("last 8 rounds: 0.500 s each and 0.050 s a step (medians), ")
-    history = read_history(store)
+    assert lines[4].endswith(" tokens a second counted")
     before = status(history._replace(manifests=history.manifests[:4], left=frozenset()))
     assert before.splitlines()[1:3] == ["members: oslo, paris", "missing: rome after round 2"]
 
 
 def test_a_run_without_rounds_has_steps_and_goodput(store):
     write(store, {name: [n and 1 for n in steps] for name, steps in TAKEN.items()})
-    summary = status(read_history(store))
+    history = read_history(store)
+    summary = status(history)
     assert summary.startswith("step 7, ") and "left: paris after step 6" in summary
     assert "last 8 steps: 0.500 s each (median), " in summary and "rounds" not in summary
+    # 6, 6 and 5 steps of half a second; 5.5, 5 and 2.5 seconds, without Rome's absence
+    assert history.goodput() == pytest.approx((6 + 6 + 5) / 2 / (5.5 + 5.0 + 2.5))
+    assert history.goodput(3) == pytest.approx((6 + 6 + 5) / 2 / (3 * 5.5))
 
 
-def test_weights_that_nobody_set_count_steps(store, tmp_path):
+def test_goodput_of_unequal_workers_is_by_the_speed_of_each(store):
     write(store, TAKEN)
-    assert " tokens a second counted" in status(read_history(store))
-    other = ObjectStore(str(tmp_path / "other"))
-    member = Member(other, "lima")
+    history = read_history(store)
+    assert history.goodput() == pytest.approx((6.0 + 5.0 + 2.5) / (5.5 + 5.0 + 2.5), abs=0.05)
+    write(store, {"oslo": [5, 5, 5, 25, 5, 5, 5, 5]})
+    assert read_history(store).goodput() == 1.0
+
+
+def test_weights_that_nobody_set_count_steps_and_the_next_snapshot_is_due(store):
+    member = Member(store, "lima")
     for step in range(3):
         member.exchange(step, b"a packet")
-    assert " steps a second counted" in status(read_history(other))
-
-
-def test_a_summary_says_when_the_next_snapshot_is_due(store):
-    write(store, TAKEN)
-    assert "next before" not in status(read_history(store))
+    summary = status(read_history(store))
+    assert " steps a second counted" in summary and "next before" not in summary
     store.put("run.json", b'{"snapshot_every": "4"}')
-    store.put("snapshots/00000004.json", b"")
-    assert "snapshots before rounds: 4; next before 8" in status(read_history(store))
-    store.put("snapshots/00000008.json", b"")
-    assert "snapshots before rounds: 4, 8; next before 12" in status(read_history(store))
+    assert "snapshots before steps: none; next before 4" in status(read_history(store))
+    for step in 4, 8:
+        store.put(f"snapshots/{step:08d}.json", b"")
+    assert "snapshots before steps: 4, 8; next before 12" in status(read_history(store))
 
 
 class Counting(ObjectStore):
@@ -139,23 +142,6 @@ def test_a_run_is_watched_until_ctrl_c(store, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert shown.count("members: oslo, rome") == shown.count("Ctrl-C ends this.") == 2
     assert "\x1b" not in shown  # nobody's terminal
-
-
-def test_goodput_counts_a_worker_while_it_is_there(store):
-    write(store, {name: [n and 1 for n in steps] for name, steps in TAKEN.items()})
-    history = read_history(store)
-    # 6, 6 and 5 steps of half a second; 5.5, 5 and 2.5 seconds, without Rome's absence
-    assert history.goodput() == pytest.approx((6 + 6 + 5) / 2 / (5.5 + 5.0 + 2.5))
-    assert history.goodput(3) == pytest.approx((6 + 6 + 5) / 2 / (3 * 5.5))
-
-
-def test_goodput_of_unequal_workers_is_by_the_speed_of_each(store):
-    write(store, TAKEN)
-    alone = {"oslo": [5, 5, 5, 25, 5, 5, 5, 5]}
-    history = read_history(store)
-    assert history.goodput() == pytest.approx((6.0 + 5.0 + 2.5) / (5.5 + 5.0 + 2.5), abs=0.05)
-    write(store, alone)
-    assert read_history(store).goodput() == 1.0
 
 
 def test_a_worker_with_nothing_finite_is_there_but_counts_for_nothing(store, capsys):

@@ -27,7 +27,7 @@ def store(tmp_path):
     return ObjectStore(str(tmp_path), patience=5.0)
 
 
-def test_a_folder_is_a_store(store):
+def test_a_folder_is_a_store(store, tmp_path):
     assert isinstance(store, Store)
     store.put("a/1", b"one")
     store.put("a/b/2", b"two")
@@ -37,6 +37,10 @@ def test_a_folder_is_a_store(store):
     assert store.names("nothing") == []
     store.delete(["a/1", "a/never"])
     assert store.names("a") == ["b/2"]
+    store.delete(["a/b/2"])
+    assert list(tmp_path.iterdir()) == []  # not even empty folders
+    store.put("a/b/1", b"again")
+    assert store.get("a/b/1") == b"again"
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30])
@@ -58,17 +62,6 @@ def test_objects_larger_than_a_run_can_have_are_not_read(store, tmp_path):
         store.get("x/a.packet")
     store.put("x/b.packet", b"12345678")
     assert store.get("x/b.packet") == b"12345678"
-
-
-def test_a_folder_keeps_no_empty_folders(store, tmp_path):
-    store.put("a/b/1", b"one")
-    store.put("a/b/2", b"two")
-    store.delete(["a/b/1"])
-    assert store.names("a") == ["b/2"]
-    store.delete(["a/b/2"])
-    assert list(tmp_path.iterdir()) == []
-    store.put("a/b/1", b"again")
-    assert store.get("a/b/1") == b"again"
 
 
 FORKED = """
