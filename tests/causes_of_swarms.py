@@ -1,6 +1,5 @@
 """Causes for every ``raise`` of the swarm."""
 
-import argparse
 import builtins
 import contextlib
 import functools
@@ -304,11 +303,8 @@ def run_command(line, place="run"):
             ObjectStore(f"{folder}/open").create("slots/000/000001", b"{}")
         if place == "other":
             ObjectStore(f"{folder}/other").put(roster.KEY, b"{}")
-        words = [x.replace("FOLDER", folder) for x in line.split()]
-        command = main.MAKERS["roster"] if words[0] == "roster" else main.COMMANDS["swarm"]
-        parser = argparse.ArgumentParser()
-        command.add_arguments(main._adder(parser))
-        command.run(parser.parse_intermixed_args(words[1:]))
+        args = main.make_parser().parse_args(line.replace("FOLDER", folder).split())
+        args.run(args)
 
 
 RAISED = [
@@ -326,8 +322,10 @@ RAISED = [
     lambda: as_member(change=["paris"]),
     unsigned_snapshot,
     member_without_a_key,
-    lambda: run_command("look FOLDER/run"),
-    lambda: run_command("roster FOLDER/open --owner FOLDER/owner.key FOLDER/paris.pub", "open"),
+    lambda: run_command("swarm FOLDER/run"),
+    lambda: run_command(
+        "roster FOLDER/open --owner FOLDER/owner.key --add FOLDER/paris.pub", "open"
+    ),
     lambda: run_command("roster FOLDER/other --owner FOLDER/owner.key", "other"),
     a_round_that_cannot_be_watched,
     import_without_obstore,

@@ -1,6 +1,8 @@
 """Swarms in one process: each worker is a thread."""
 
+import functools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,7 +80,11 @@ def make_worker(tx, store, number: int, *, shards: int = 1, **settings) -> Swarm
     of_member = {name: settings.pop(name, default) for name, default in defaults.items()}
     member = Member(store, f"worker-{number}", **of_member) if store else None
     mesh = mesh_of_worker(number, shards)
-    return SwarmWorker(loss_fn, tx, mesh, member, **settings)
+    OPEN.append(SwarmWorker(loss_fn, tx, mesh, member, **settings))
+    return OPEN[-1]
+
+
+OPEN: list[SwarmWorker] = []
 
 
 def begin(worker: SwarmWorker):
@@ -107,3 +113,58 @@ def take_steps(worker: SwarmWorker, until: int, state=None, batches=batch_of) ->
         digests[worker.number] = digest(params)
         all_metrics.append(metrics)
     return (params, opt_state), digests, all_metrics
+
+
+def slowly(seconds: float):
+    """Batches that come so slowly that others can catch up."""
+
+    def batches(worker: int, step: int):
+        time.sleep(seconds)
+        return batch_of(worker, step)
+
+    return batches
+
+
+def both(first, second, until: int, states=(None, None), batches=(batch_of, batch_of)) -> list:
+    """Two workers take steps at the same time."""
+    workers = zip((first, second), states, batches, strict=True)
+    return together([functools.partial(take_steps, x, until, *rest) for x, *rest in workers])
+
+
+def in_a_swarm(store, tx, until: int, number: int = 4, **settings) -> list:
+    """Each worker's digests by step, and its metrics; nobody is missing."""
+    workers = [make_worker(tx, store, n, min_workers=number, **settings) for n in range(number)]
+
+    def run(worker):
+        with worker:
+            return take_steps(worker, until)[1:]
+
+    return together([functools.partial(run, worker) for worker in workers])
+
+
+def over_shard_map(tx, steps: int, number: int = 4, shards: int = 1, param_specs=None) -> list:
+    """Parameters after each exchange, of the same workers along the axis of one mesh."""
+    devices = jax.devices()[: number * shards]
+    types = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((number, shards), ("data", "fsdp"), types, devices=devices)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs or P())
+    params = jax.device_put(initial_params(), placed)
+    opt_state = demo_optax.init_opt_state(tx, params, mesh, param_specs=param_specs)
+    step = demo_optax.make_train_step(loss_fn, tx, mesh, param_specs=param_specs)
+    digests = []
+    for number_of_step in range(steps):
+        batch = batch_of_all(mesh, number, number_of_step)
+        params, opt_state, metrics = step(params, opt_state, batch)
+        if metrics.exchanged:
+            digests.append(digest(params))
+    return digests
+
+
+def require_equal(*digests) -> dict[int, dict[int, bytes]]:
+    """Whoever took a step has the same parameters after it."""
+    by_step: dict[int, dict[int, bytes]] = {}
+    for worker, of_worker in enumerate(digests):
+        for step, found in of_worker.items():
+            by_step.setdefault(step, {})[worker] = found
+    assert [step for step, x in by_step.items() if len(set(x.values())) > 1] == []
+    return by_step

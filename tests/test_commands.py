@@ -313,14 +313,14 @@ def test_a_worker_gets_a_key_and_its_owner_or_neither(flags):
 def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("owner", "paris", "rome"):
-        line = (shown := printed(f"swarm key {name}")).splitlines()[0]
+        line = (shown := printed(f"key {name}")).splitlines()[0]
         assert f"{line}\n" == (tmp_path / f"{name}.pub").read_text()
         assert (tmp_path / f"{name}.key").read_text().split()[0] not in shown
     with pytest.raises(SystemExit, match=r"error: .*exists"):
-        printed("swarm key paris")
-    shown = printed("swarm roster run --owner owner.key paris.pub rome.pub")
+        printed("key paris")
+    shown = printed("roster run --owner owner.key --add paris.pub rome.pub")
     assert shown == "roster 1 of run\n  slot 0: paris\n  slot 1: rome\n"
-    assert printed("swarm roster run --owner owner.key --without rome") == (
+    assert printed("roster run --owner owner.key --without rome") == (
         "roster 2 of run\n  slot 0: paris\n"
     )
     Member(MembersOnly(ObjectStore("run"), "paris.key", "owner.pub")).exchange(0, b"a packet")
@@ -332,10 +332,10 @@ def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
         ("swarm run --key paris.key", "the run at 'run' is for members only: give --key"),
         ("swarm run --owner owner.pub", "the run at 'run' is for members only: give --key"),
         ("swarm run --key rome.key --owner owner.pub", "the key of rome is not in roster 2"),
-        ("swarm roster run --owner rome.key", "has a roster that rome has not signed"),
+        ("roster run --owner rome.key", "has a roster that rome has not signed"),
     ]:
         with pytest.raises(SystemExit, match=said):
             printed(line)
     Member(ObjectStore("open"), "paris")
     with pytest.raises(SystemExit, match="open has an open run, which stays open"):
-        printed("swarm roster open --owner owner.key paris.pub")
+        printed("roster open --owner owner.key --add paris.pub")

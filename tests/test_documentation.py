@@ -158,7 +158,8 @@ def test_the_command_lines_name_every_setting_of_a_command(name, capsys):
     flags = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     page = (DOCS / "reference" / "command_lines.md").read_text()
     section = page.split(f"## `demo-optax {name}`")[1].split("\n## ")[0]
-    assert len(flags) >= 2 and [flag for flag in flags if f"`{flag}`" not in section] == []
+    assert len(flags) >= 2 or name == "key"  # which takes a name alone
+    assert [flag for flag in flags if f"`{flag}`" not in section] == []
 
 
 @pytest.mark.parametrize(

@@ -166,11 +166,11 @@ class Chaos:
 
 def make_keys(folder: pathlib.Path, url: str, names: list[str]) -> dict[str, list[str]]:
     """Writes keys and a roster; returns the trainer's settings for each member."""
-    command = [str(pathlib.Path(sys.executable).with_name("demo-optax")), "swarm"]
+    command = str(pathlib.Path(sys.executable).with_name("demo-optax"))
     all_words = [["key", name] for name in ("owner", *names)]
-    all_words += [["roster", url, *(f"{x}.pub" for x in names), "--owner", "owner.key"]]
+    all_words += [["roster", url, "--owner", "owner.key", "--add", *(f"{x}.pub" for x in names)]]
     for words in all_words:
-        subprocess.run([*command, *words], cwd=folder, check=True, capture_output=True)
+        subprocess.run([command, *words], cwd=folder, check=True, capture_output=True)
     owner = str(folder / "owner.pub")
     return {name: ["--key", str(folder / f"{name}.key"), "--owner", owner] for name in names}
 

@@ -13,5 +13,5 @@ from demo_optax._src.swarm.records import SwarmError as SwarmError
 from demo_optax._src.swarm.store import ObjectStore as ObjectStore
 from demo_optax._src.swarm.store import Store as Store
 from demo_optax._src.swarm.store import StoreError as StoreError
-from demo_optax._src.swarm.under_way import SwarmMetrics as SwarmMetrics
+from demo_optax._src.swarm.worker import SwarmMetrics as SwarmMetrics
 from demo_optax._src.swarm.worker import SwarmWorker as SwarmWorker

@@ -9,7 +9,7 @@ from demo_optax import swarm
 from demo_optax._src.commands.main import main
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
-from demo_optax.swarm import Member, ObjectStore, draw, read_history, status, watch_history
+from demo_optax.swarm import Member, ObjectStore, read_history, status, watch_history
 
 OSLO, PARIS, ROME, ROME_AGAIN = (0, 1), (1, 1), (2, 1), (2, 2)
 NAMES = {OSLO: "oslo", PARIS: "paris", ROME: "rome", ROME_AGAIN: "rome"}
@@ -40,19 +40,12 @@ def write(store, taken):
     store.put(records.left_key(PARIS), b"")
 
 
-@pytest.fixture
-def store(tmp_path):
-    return ObjectStore(str(tmp_path))
-
-
-def test_workers_are_late_between_packets_of_one_process_and_away_between_two(store):
-    write(store, TAKEN)
-    assert read_history(store).taken() == TAKEN
-
-
 def test_a_summary_tells_rounds_from_steps_and_leaving_from_vanishing(store):
+    """A worker is late between packets of one process, and away between those of two."""
     write(store, TAKEN)
-    lines = status(read_history(store)).splitlines()
+    history = read_history(store)
+    lines = status(history).splitlines()
+    assert history.taken() == TAKEN
     assert lines[0].startswith("round 7, decided at 1970-01-01 00:16:45 UTC")
     assert lines[1:4] == [
         "members: oslo, rome",
@@ -60,36 +53,41 @@ def test_a_summary_tells_rounds_from_steps_and_leaving_from_vanishing(store):
         "snapshots before rounds: none",
     ]
     assert lines[4].startswith("last 8 rounds: 0.500 s each and 0.050 s a step (medians), ")
-    history = read_history(store)
+    assert lines[4].endswith(" tokens a second counted")
     before = status(history._replace(manifests=history.manifests[:4], left=frozenset()))
     assert before.splitlines()[1:3] == ["members: oslo, paris", "missing: rome after round 2"]
 
 
 def test_a_run_without_rounds_has_steps_and_goodput(store):
     write(store, {name: [n and 1 for n in steps] for name, steps in TAKEN.items()})
-    summary = status(read_history(store))
+    history = read_history(store)
+    summary = status(history)
     assert summary.startswith("step 7, ") and "left: paris after step 6" in summary
     assert "last 8 steps: 0.500 s each (median), " in summary and "rounds" not in summary
+    # 6, 6 and 5 steps of half a second; 5.5, 5 and 2.5 seconds, without Rome's absence
+    assert history.goodput() == pytest.approx((6 + 6 + 5) / 2 / (5.5 + 5.0 + 2.5))
+    assert history.goodput(3) == pytest.approx((6 + 6 + 5) / 2 / (3 * 5.5))
 
 
-def test_weights_that_nobody_set_count_steps(store, tmp_path):
+def test_goodput_of_unequal_workers_is_by_the_speed_of_each(store):
     write(store, TAKEN)
-    assert " tokens a second counted" in status(read_history(store))
-    other = ObjectStore(str(tmp_path / "other"))
-    member = Member(other, "lima")
+    history = read_history(store)
+    assert history.goodput() == pytest.approx((6.0 + 5.0 + 2.5) / (5.5 + 5.0 + 2.5), abs=0.05)
+    write(store, {"oslo": [5, 5, 5, 25, 5, 5, 5, 5]})
+    assert read_history(store).goodput() == 1.0
+
+
+def test_weights_that_nobody_set_count_steps_and_the_next_snapshot_is_due(store):
+    member = Member(store, "lima")
     for step in range(3):
         member.exchange(step, b"a packet")
-    assert " steps a second counted" in status(read_history(other))
-
-
-def test_a_summary_says_when_the_next_snapshot_is_due(store):
-    write(store, TAKEN)
-    assert "next before" not in status(read_history(store))
+    summary = status(read_history(store))
+    assert " steps a second counted" in summary and "next before" not in summary
     store.put("run.json", b'{"snapshot_every": "4"}')
-    store.put("snapshots/00000004.json", b"")
-    assert "snapshots before rounds: 4; next before 8" in status(read_history(store))
-    store.put("snapshots/00000008.json", b"")
-    assert "snapshots before rounds: 4, 8; next before 12" in status(read_history(store))
+    assert "snapshots before steps: none; next before 4" in status(read_history(store))
+    for step in 4, 8:
+        store.put(f"snapshots/{step:08d}.json", b"")
+    assert "snapshots before steps: 4, 8; next before 12" in status(read_history(store))
 
 
 class Counting(ObjectStore):
@@ -146,23 +144,6 @@ def test_a_run_is_watched_until_ctrl_c(store, capsys, monkeypatch):
     assert "\x1b" not in shown  # nobody's terminal
 
 
-def test_goodput_counts_a_worker_while_it_is_there(store):
-    write(store, {name: [n and 1 for n in steps] for name, steps in TAKEN.items()})
-    history = read_history(store)
-    # 6, 6 and 5 steps of half a second; 5.5, 5 and 2.5 seconds, without Rome's absence
-    assert history.goodput() == pytest.approx((6 + 6 + 5) / 2 / (5.5 + 5.0 + 2.5))
-    assert history.goodput(3) == pytest.approx((6 + 6 + 5) / 2 / (3 * 5.5))
-
-
-def test_goodput_of_unequal_workers_is_by_the_speed_of_each(store):
-    write(store, TAKEN)
-    alone = {"oslo": [5, 5, 5, 25, 5, 5, 5, 5]}
-    history = read_history(store)
-    assert history.goodput() == pytest.approx((6.0 + 5.0 + 2.5) / (5.5 + 5.0 + 2.5), abs=0.05)
-    write(store, alone)
-    assert read_history(store).goodput() == 1.0
-
-
 def test_a_worker_with_nothing_finite_is_there_but_counts_for_nothing(store, capsys):
     for member in (OSLO, PARIS):
         store.put(records.claim_key(member), records.encode(Claim(NAMES[member], "", 0.0)))
@@ -198,43 +179,38 @@ def test_the_command_prints_the_steps_of_every_worker_in_rounds(store, capsys, t
     assert ["4", "late", "10", "away"] in shown and ["7", "5", "away", "10"] in shown
 
 
-def test_the_picture_has_every_worker_and_sign(store, tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    drawn = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
-    write(store, TAKEN)
-    history = read_history(store)
-    history = history._replace(names=history.names | {OSLO: r"$\oslo$"})
-    draw(history, str(tmp_path / "life.png"))
-    axes = drawn[0].axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [r"$\oslo$", "paris", "rome"]
-    assert sorted(text.get_text() for text in axes.texts).count("10") == 11
-    assert [line.get_marker() for line in axes.lines] == [">", "X"]
-    assert (tmp_path / "life.png").stat().st_size > 0
-
-
-def test_names_are_drawn_and_printed_as_text(store, tmp_path, monkeypatch, capsys):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    drawn = []
+def test_the_picture_has_every_worker_and_sign_and_names_are_text(
+    store, tmp_path, monkeypatch, capsys
+):
+    pyplot, drawn = pytest.importorskip("matplotlib.pyplot"), []
     monkeypatch.setattr(pyplot, "close", drawn.append)
     for name, member in NAMES.items():
         monkeypatch.setitem(NAMES, name, {"oslo": "$x_{$", "paris": "[/gpu]"}.get(member, member))
     write(store, TAKEN)
     main(["swarm", store.url, "--picture", str(tmp_path / "life.png")])
-    shown = capsys.readouterr().out
-    assert "members: $x_{$, rome\nleft: [/gpu] after round 6" in shown
-    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert "members: $x_{$, rome\nleft: [/gpu] after round 6" in capsys.readouterr().out
+    axes = drawn[0].axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["$x_{$", "[/gpu]", "rome"]
+    assert [line.get_marker() for line in axes.lines] == [">", "X"]
+    (mesh,) = axes.collections
+    assert mesh.get_array().filled(-1.0).tolist() == [
+        [-1.0 if n is None else n for n in steps[1:]] for steps in TAKEN.values()
+    ]
+    assert (tmp_path / "life.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
     "name", ["\x1b[2J", "oslo\nmembers: rome", "\ud800", "\u202eslo"], ids=ascii
 )
-def test_a_name_that_moves_the_cursor_is_no_name(name, store, capsys):
+def test_a_name_that_moves_the_cursor_is_no_name_and_others_are_shown_as_text(name, store, capsys):
     store.put(records.claim_key(OSLO), records.encode(Claim(name, "", 0.0)))
+    store.put(records.claim_key(PARIS), records.encode(Claim("åbo [red]", "", 0.0)))
     main(["swarm", store.url])
-    assert capsys.readouterr().out == f"no step yet; joined: slot 0\n{OPEN}\n"
-    with pytest.raises(ValueError, match="characters that can be printed"):
+    assert capsys.readouterr().out == f"no step yet; joined: slot 0, åbo [red]\n{OPEN}\n"
+    with pytest.raises(
+        ValueError, match=r"worker must be a name .* characters that can be printed"
+    ):
         Member(store, name)
 
 
@@ -251,15 +227,6 @@ def test_a_member_says_for_good_that_it_left(store):
     ]
 
 
-def test_names_are_shown_as_text_whatever_is_in_them(store, capsys):
-    with pytest.raises(ValueError, match=r"worker must be a name .* can be printed, not 'a\\nb'"):
-        Member(store, "a\nb")
-    store.put(records.claim_key(OSLO), records.encode(Claim("o\x1b[2J\nslo", "", 0.0)))
-    store.put(records.claim_key(PARIS), records.encode(Claim("åbo [red]", "", 0.0)))
-    main(["swarm", store.url])
-    assert capsys.readouterr().out == f"no step yet; joined: slot 0, åbo [red]\n{OPEN}\n"
-
-
 @pytest.mark.parametrize("folder", ["of-nobody", "there"])
 def test_a_place_without_a_run_is_refused_and_not_made(folder, tmp_path):
     (tmp_path / "there").mkdir()
@@ -267,9 +234,3 @@ def test_a_place_without_a_run_is_refused_and_not_made(folder, tmp_path):
         main(["swarm", str(tmp_path / folder)])
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert not list((tmp_path / "there").iterdir())
-
-
-def test_workers_that_joined_before_the_first_step_are_shown(store, capsys):
-    Member(store, "paris")
-    main(["swarm", store.url])
-    assert capsys.readouterr().out == f"no step yet; joined: paris\n{OPEN}\n"

@@ -27,7 +27,7 @@ def store(tmp_path):
     return ObjectStore(str(tmp_path), patience=5.0)
 
 
-def test_a_folder_is_a_store(store):
+def test_a_folder_is_a_store(store, tmp_path):
     assert isinstance(store, Store)
     store.put("a/1", b"one")
     store.put("a/b/2", b"two")
@@ -37,6 +37,10 @@ def test_a_folder_is_a_store(store):
     assert store.names("nothing") == []
     store.delete(["a/1", "a/never"])
     assert store.names("a") == ["b/2"]
+    store.delete(["a/b/2"])
+    assert list(tmp_path.iterdir()) == []  # not even empty folders
+    store.put("a/b/1", b"again")
+    assert store.get("a/b/1") == b"again"
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30])
@@ -58,17 +62,6 @@ def test_objects_larger_than_a_run_can_have_are_not_read(store, tmp_path):
         store.get("x/a.packet")
     store.put("x/b.packet", b"12345678")
     assert store.get("x/b.packet") == b"12345678"
-
-
-def test_a_folder_keeps_no_empty_folders(store, tmp_path):
-    store.put("a/b/1", b"one")
-    store.put("a/b/2", b"two")
-    store.delete(["a/b/1"])
-    assert store.names("a") == ["b/2"]
-    store.delete(["a/b/2"])
-    assert list(tmp_path.iterdir()) == []
-    store.put("a/b/1", b"again")
-    assert store.get("a/b/1") == b"again"
 
 
 FORKED = """
@@ -188,31 +181,32 @@ def test_seconds_of_work_before_the_first_failure_are_not_counted(tmp_path, monk
     store.put("a/1", b"")
 
 
-def test_a_store_that_stays_away_ends_with_its_reason(tmp_path):
-    store = ObjectStore(str(tmp_path), patience=0.1)
-    full = OSError("No space left on device")
-    with (
-        mock.patch.object(obstore, "put", side_effect=full),
-        pytest.raises(StoreError, match=r"cannot write a/1 .* No space left on device"),
-    ):
-        store.put("a/1", b"")
-
-
 DENIED = """Generic error: Unable to create dir /r/slots: Permission denied (os error 13)
 
 Debug source:
 Generic { store: "LocalFileSystem", source: UnableToCreateDir { source: Os { code: 13 } } }"""
+AT_ONCE = r"cannot write a/1 in .*, tried for 0 s: .*/r/slots: Permission denied .*this worker may"
 
 
-@pytest.mark.parametrize("error", [GenericError(DENIED), PermissionDeniedError(DENIED)])
-def test_missing_permission_ends_at_once_with_one_sentence_of_obstore(store, error):
+@pytest.mark.parametrize(
+    ("patience", "error", "message"),
+    [
+        (0.1, OSError("No space left on device"), r"cannot write a/1 .* No space left on device"),
+        (600.0, GenericError(DENIED), AT_ONCE),
+        (600.0, PermissionDeniedError(DENIED), AT_ONCE),
+    ],
+    ids=["stays away", "denied by a folder", "denied"],
+)
+def test_a_store_ends_after_a_while_or_without_permission_at_once(
+    patience, error, message, tmp_path
+):
+    store = ObjectStore(str(tmp_path), patience=patience)
     with (
         mock.patch.object(obstore, "put", side_effect=error) as put,
-        pytest.raises(StoreError, match=r"cannot create slots/0 .*Give this worker perm") as ended,
+        pytest.raises(StoreError, match=message) as ended,
     ):
-        store.create("slots/0", b"")
-    assert put.call_count == 1 and "/r/slots: Permission denied" in str(ended.value)
-    assert "Debug source" not in str(ended.value)
+        store.put("a/1", b"")
+    assert (put.call_count == 1) == (patience > 1) and "Debug source" not in str(ended.value)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

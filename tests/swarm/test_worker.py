@@ -1,13 +1,11 @@
 """A swarm's workers against the same optimizer over ``shard_map``, and against each other."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -16,11 +14,9 @@ from demo_optax._src.compression.packet import Origin, parse_headers
 from demo_optax._src.swarm import replicated_state
 from demo_optax._src.swarm.programs import division_of, text_of
 from demo_optax._src.swarm.records import PacketRef, packet_key, sha256
-from demo_optax.swarm import Member, ObjectStore, SwarmError, SwarmWorker
+from demo_optax.swarm import Member, SwarmError, SwarmWorker
 from tests import swarms
 from tests.sweeps import slow, sweep
-
-WORKERS = 4
 
 OPTIMIZERS = {
     "demo_scaled": lambda **exchange: demo_optax.demo_scaled(1e-2, **exchange),
@@ -34,75 +30,37 @@ OPTIMIZERS = {
 }
 
 
-def over_shard_map(
-    make_optimizer, exchange, steps: int, number: int = WORKERS, shards: int = 1, param_specs=None
-):
-    """Parameters after each step, of the same workers along the axis of one mesh."""
-    devices = jax.devices()[: number * shards]
-    types = (AxisType.Auto, AxisType.Auto)
-    mesh = jax.make_mesh((number, shards), ("data", "fsdp"), types, devices=devices)
-    tx = make_optimizer(exchange=exchange)
-    placed = demo_optax._src.parallel.shards.shardings(mesh, param_specs or P())
-    params = jax.device_put(swarms.initial_params(), placed)
-    opt_state = demo_optax.init_opt_state(tx, params, mesh, param_specs=param_specs)
-    step = demo_optax.make_train_step(swarms.loss_fn, tx, mesh, param_specs=param_specs)
-    digests = []
-    for i in range(steps):
-        batch = swarms.batch_of_all(mesh, number, i)
-        params, opt_state, _ = step(params, opt_state, batch)
-        digests.append(swarms.digest(params))
-    return digests
-
-
-def in_a_swarm(store, make_optimizer, steps: int, number: int = WORKERS, **settings):
-    """Parameters of each worker after each step, nobody missing."""
-    tx = make_optimizer()
-    workers = [
-        swarms.make_worker(tx, store, n, min_workers=number, **settings) for n in range(number)
-    ]
-
-    def run(worker):
-        with worker:
-            _, digests, _ = swarms.take_steps(worker, steps)
-        return list(digests.values())
-
-    return swarms.together([functools.partial(run, worker) for worker in workers])
-
-
 @sweep("demo_muon", name=OPTIMIZERS)
-def test_parameters_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
-    steps = 25
-    expected = over_shard_map(OPTIMIZERS[name], demo_optax.AllGather("data"), steps)
-    for digests in in_a_swarm(ObjectStore(str(tmp_path)), OPTIMIZERS[name], steps):
-        assert digests == expected
-
-
-@sweep("demo_scaled", name=["demo_scaled", "demo_muon"])
-def test_a_delay_is_that_of_shard_map_to_the_last_bit(name, tmp_path):
-    make, steps = OPTIMIZERS[name], 20
-    exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
-    expected = over_shard_map(make, exchange, steps)
-    for digests in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, delay=1):
-        assert digests[:steps] == expected
+def test_parameters_are_those_of_shard_map_to_the_last_bit(name, store):
+    make, steps = OPTIMIZERS[name], 25
+    expected = swarms.over_shard_map(make(exchange=demo_optax.AllGather("data")), steps)
+    for digests, _ in swarms.in_a_swarm(store, make(), steps):
+        assert list(digests.values()) == expected
 
 
 SPECS = {"w": P(None, "fsdp"), "v": P("fsdp", None)}
+OF_SHARDS = {"number": 2, "shards": 2, "param_specs": SPECS}
 
 
-@sweep(0, delay=[0, 1])
-def test_workers_of_two_devices_each_that_hold_shards(delay, tmp_path):
-    make, steps = OPTIMIZERS["demo"], 12
-    inner = demo_optax.AllGather("data")
+@pytest.mark.parametrize(
+    ("name", "delay", "settings"),
+    [
+        ("demo_scaled", 1, {}),
+        slow("demo_muon", 1, {}),
+        ("demo", 0, OF_SHARDS),
+        slow("demo", 1, OF_SHARDS),
+    ],
+)
+def test_a_delay_and_shards_are_those_of_shard_map_to_the_last_bit(name, delay, settings, store):
+    make, steps, inner = OPTIMIZERS[name], 20, demo_optax.AllGather("data")
     exchange = demo_optax.Delayed(inner) if delay else inner
-    settings = {"number": 2, "shards": 2, "param_specs": SPECS}
-    expected = over_shard_map(make, exchange, steps, **settings)
-    settings |= {"delay": delay}
-    for digests in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, **settings):
-        assert digests[:steps] == expected
+    expected = swarms.over_shard_map(make(exchange=exchange), steps, **settings)
+    for digests, _ in swarms.in_a_swarm(store, make(), steps, delay=delay, **settings):
+        assert list(digests.values())[:steps] == expected
 
 
 @pytest.mark.parametrize("order", [("fsdp", "tensor"), slow(("tensor", "fsdp"))])
-def test_shards_along_two_axes_get_their_own_aggregate(order, tmp_path):
+def test_shards_along_two_axes_get_their_own_aggregate(order, store):
     """The order of the axes in the specs is not that of the mesh."""
     mesh = jax.make_mesh((1, 2, 2), ("data", "fsdp", "tensor"), devices=jax.devices()[:4])
     specs = {"w": P(order[0]), "v": P(None, order[1])}
@@ -110,7 +68,7 @@ def test_shards_along_two_axes_get_their_own_aggregate(order, tmp_path):
 
     plain_sgd = demo_optax.decoupled(optax.scale(-1.0), compression, decay=0.0, gradient_weight=1.0)
 
-    member = Member(ObjectStore(str(tmp_path)), "paris", slots=2)
+    member = Member(store, "paris", slots=2)
     params, batch = swarms.initial_params(), swarms.batch_of(0, 0)
     gradient = jax.jit(jax.grad(swarms.loss_fn))(params, batch)
     with SwarmWorker(swarms.loss_fn, plain_sgd, mesh, member, param_specs=specs) as worker:
@@ -132,12 +90,12 @@ def test_random_keys_go_to_the_devices_of_several_processes(monkeypatch):
 
 
 @sweep(False, check_vma=[True, False])
-def test_a_loss_may_loop_from_zeros_without_checks_of_types(tmp_path, check_vma):
+def test_a_loss_may_loop_from_zeros_without_checks_of_types(store, check_vma):
     def loss(params, batch):
         total = jax.lax.scan(lambda carry, x: (carry + x.sum(), None), 0.0, batch[0])[0]
         return swarms.loss_fn(params, batch) + 0 * total
 
-    member = Member(ObjectStore(str(tmp_path)), "worker-0", slots=4, deadline=30.0, min_workers=1)
+    member = Member(store, "worker-0", slots=4)
     mesh, tx = swarms.mesh_of_worker(0, 1), swarms.DEMO_SCALED
     with SwarmWorker(loss, tx, mesh, member, check_vma=check_vma) as worker:
         if check_vma:
@@ -148,8 +106,7 @@ def test_a_loss_may_loop_from_zeros_without_checks_of_types(tmp_path, check_vma)
             swarms.begin(worker)
 
 
-def test_a_packet_is_sealed_with_its_workers_slot(tmp_path):
-    store = ObjectStore(str(tmp_path))
+def test_a_packet_is_sealed_with_its_workers_slot(store):
     Member(store, "worker-1", slots=4)  # which takes slot 0
     with swarms.make_worker(swarms.DEMO_SCALED, store, 0, deadline=0.1) as worker:
         params, opt_state = swarms.begin(worker)
@@ -167,8 +124,7 @@ def mesh_of(shape, names):
     return jax.make_mesh(shape, names, devices=jax.devices()[: np.prod(shape)])
 
 
-def test_who_divides_the_parameters_otherwise_is_refused(tmp_path):
-    store = ObjectStore(str(tmp_path))
+def test_who_divides_the_parameters_otherwise_is_refused(store):
     with swarms.make_worker(swarms.DEMO_SCALED, store, 0) as one:
         swarms.begin(one)
     settings = {"shards": 2, "param_specs": SPECS}
@@ -179,8 +135,8 @@ def test_who_divides_the_parameters_otherwise_is_refused(tmp_path):
         swarms.begin(other)
 
 
-def test_workers_of_unlike_meshes_train_together_if_their_optimizers_are_equal(tmp_path):
-    store, ends = ObjectStore(str(tmp_path)), {}
+def test_workers_of_unlike_meshes_train_together_if_their_optimizers_are_equal(store):
+    ends = {}
     for number, (rate, shards) in enumerate([(1e-2, 1), (1e-2, 2), (2e-2, 2)]):
         tx = demo_optax.demo_scaled(rate)
         with swarms.make_worker(tx, store, number, shards=shards) as worker:
@@ -234,8 +190,8 @@ def test_the_text_of_an_optimizer_is_that_of_its_devices_platform(monkeypatch):
     assert texts[0] == texts[1]
 
 
-def test_a_packet_with_a_wrong_checksum_counts_for_nobody_and_is_told_once(tmp_path):
-    told, store = [], ObjectStore(str(tmp_path))
+def test_a_packet_with_a_wrong_checksum_counts_for_nobody_and_is_told_once(store):
+    told = []
     with swarms.make_worker(swarms.DEMO_SCALED, store, 0, deadline=0.1) as worker:
         other, skips = (Member(store, name, slots=4) for name in ("other", "skips"))
         worker.member.tell = told.append

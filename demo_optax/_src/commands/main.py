@@ -7,11 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from demo_optax._src.commands import bytes_of, choose, swarm, swarm_key, swarm_roster
+from demo_optax._src.commands import bytes_of, choose, key, roster, swarm
 
-DESCRIPTION = "Chooses an optimizer for a link, counts bytes, and looks at swarms."
-COMMANDS = {"choose": choose, "bytes": bytes_of, "swarm": swarm}
-MAKERS = {"key": swarm_key, "roster": swarm_roster}  # what follows on `swarm`, if it is no place
+DESCRIPTION = "Chooses an optimizer for a link, counts bytes, and looks after swarms."
+COMMANDS = {"choose": choose, "bytes": bytes_of, "swarm": swarm, "key": key, "roster": roster}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,15 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["swarm"] and words[1:2] and words[1] in MAKERS:
-        maker = MAKERS[words[1]]
-        parser = argparse.ArgumentParser(f"demo-optax swarm {words[1]}", description=maker.__doc__)
-        maker.add_arguments(_adder(parser))
-        parser.set_defaults(run=maker.run)
-        args = parser.parse_intermixed_args(words[2:])
-    else:
-        args = make_parser().parse_args(words)
+    args = make_parser().parse_args(arguments)
     try:
         args.run(args)
     except (ImportError, OSError, RuntimeError, ValueError) as error:

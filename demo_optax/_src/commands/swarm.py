@@ -2,8 +2,6 @@
 
 demo-optax swarm s3://bucket/run --picture life.png
 demo-optax swarm s3://bucket/run --watch
-demo-optax swarm key paris                     makes paris.key and paris.pub
-demo-optax swarm roster s3://bucket/run --owner owner.key paris.pub rome.pub
 demo-optax swarm s3://bucket/run --key paris.key --owner owner.pub
 """
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from demo_optax._src import checks
+from demo_optax._src.arrays import unboxed
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import SwarmError
 from demo_optax._src.swarm.store import Store
@@ -34,22 +35,15 @@ def jax_settings() -> dict[str, str]:
 
 def facts_of(tx: SplitTransformation, params) -> dict[str, Any]:
     """Returns what is compared on every kind of device, and is known before a step is compiled."""
+    shapes = checks.shapes_of("parameter", params)
     facts = {
-        "parameters": _description(checks.shapes_of("parameter", params)),
+        "parameters": _description(shapes),
+        "optimizer state": _description(jax.eval_shape(tx.init, unboxed(shapes))),
         "compression": str(tx.compression),
         "exchange": str(tx.exchange),
         "format of the store": records.FORMAT,
     }
     return facts | jax_settings()  # links such as optax.add_noise may draw random numbers
-
-
-def facts_of_programs(opt_state, words: int, division: str) -> dict[str, Any]:
-    """Returns what is compared on every kind of device as well, but is known only then."""
-    return {
-        "number of shards": division,
-        "optimizer state": _description(opt_state),
-        "packets": f"{words} words",
-    }
 
 
 def compare(store: Store, facts: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from demo_optax._src.swarm.store import Store, in_parallel
 REFRESH_SECONDS = 10.0
 SECONDS_A_REQUEST = 1.0  # at most 60 requests a minute
 NAMES_A_REQUEST = 1000  # that a store lists
+_SKIPPED = "skipped it, since nothing was finite"
 
 
 class History(NamedTuple):
@@ -82,20 +83,8 @@ class History(NamedTuple):
         """Returns the seconds between the decisions of each two successive steps."""
         return [max(b.time - a.time, 0.0) for a, b in itertools.pairwise(self.manifests)]
 
-    def seconds_per_step(self) -> float:
-        """Returns the median time of a worker's step; in a round they take many."""
-        steps = [max(x.steps for x in m.packets) for m in self.manifests[1:]]
-        each = [s / max(n, 1) for s, n in zip(self.seconds(), steps, strict=True)]
-        return statistics.median(each) if each else 0.0
-
-    @property
-    def weight_unit(self) -> str:
-        """What the weights count: ``"tokens"``, or ``"steps"`` if the workers have set none."""
-        packets = [x for manifest in self.manifests for x in manifest.packets]
-        return "steps" if all(x.tokens == x.steps for x in packets) else "tokens"
-
     def tokens_per_second(self) -> float:
-        """Returns the sum of the weights that counted, in `weight_unit`."""
+        """Returns the sum of the weights that counted: of steps, if the workers have set none."""
         duration = sum(self.seconds())
         tokens = sum(x.tokens for m in self.manifests[1:] for x in m.packets)
         return tokens / duration if duration else 0.0
@@ -134,39 +123,35 @@ def read_history(store: Store, last: int | None = None) -> History:
       >>> folder.cleanup()
     """
     manifests = last_manifests(store, last)
-    if not manifests:
-        claims = newest_claims(store).items()
-        names = {(slot, n): x.worker for slot, (n, x) in claims}
-        return History([], names, frozenset(), [], access=_access(store))
-    members = sorted({member for manifest in manifests for member in manifest.members})
-    claims = in_parallel(lambda member: read_claim(store, member), members)
-    names = {member: x.worker for member, x in zip(members, claims, strict=True)}
+    if manifests:
+        members = sorted({member for manifest in manifests for member in manifest.members})
+        claims = in_parallel(lambda member: read_claim(store, member), members)
+        names = {member: x.worker for member, x in zip(members, claims, strict=True)}
+    else:
+        names = {(slot, n): x.worker for slot, (n, x) in newest_claims(store).items()}
+    access = "open: whoever may write to the place may take part"
+    if isinstance(store, MembersOnly):
+        present = ", ".join(sorted(x.name for x in store.roster.members().values()))
+        access = f"members only, roster {store.roster.number}: {present}"
     said = {f"slots/{name}" for name in store.names("slots")}
-    left = frozenset(member for member in members if records.left_key(member) in said)
-    snapshots = attested_steps(store, sys.maxsize)
-    return History(manifests, names, left, snapshots, _snapshot_every(store), _access(store))
-
-
-def _access(store: Store) -> str:
-    if not isinstance(store, MembersOnly):
-        return "open: whoever may write to the place may take part"
-    names = ", ".join(sorted(x.name for x in store.roster.members().values()))
-    return f"members only, roster {store.roster.number}: {names}"
-
-
-def _snapshot_every(store: Store) -> int | None:
+    left = frozenset(member for member in names if records.left_key(member) in said)
+    every = None
     with contextlib.suppress(Damaged, KeyError, ValueError):
-        return int(records.parse(store.get("run.json"))["snapshot_every"])
+        every = int(records.parse(store.get("run.json"))["snapshot_every"])
+    snapshots = attested_steps(store, sys.maxsize)
+    return History(manifests, names, left, snapshots, every, access)
 
 
 class _Kept:
     """Keeps the objects of the last look, since none ever changes, and counts its requests."""
 
     def __init__(self, store: Store):
-        self._store, self._before, self._now, self.requests = store, {}, {}, 0
+        self._store, self.requests = store, 0
+        self._before: dict[str, bytes] = {}
+        self._now: dict[str, bytes] = {}
 
     def look_again(self) -> None:
-        self._before, self._now = self._now, {}
+        self._before, self._now, self.requests = self._now, {}, 0
 
     def get(self, key: str) -> bytes | None:
         found = self._before.get(key, self._now.get(key))
@@ -204,69 +189,57 @@ def watch_history(
       1
       >>> folder.cleanup()
     """
-    before, kept = None, _Kept(store.inner if isinstance(store, MembersOnly) else store)
+    kept = _Kept(store.inner if isinstance(store, MembersOnly) else store)
     readable: Any = kept  # a store has other methods, which nobody calls
     if isinstance(store, MembersOnly):
         readable = copy.copy(store)
         readable.inner = kept
+    yield read_history(readable, last)
+    kept.requests = 0
     while True:
+        sleep(max(REFRESH_SECONDS, SECONDS_A_REQUEST * kept.requests))
         kept.look_again()
         yield read_history(readable, last)
-        sent = 0 if before is None else kept.requests - before
-        before = kept.requests
-        sleep(max(REFRESH_SECONDS, SECONDS_A_REQUEST * sent))
 
 
 def status(history: History) -> str:
     """Summarizes a run in a few lines: its last step or round, who is there, left or missing."""
-    if not history.manifests:
-        joined = ", ".join(history.names.values()) or "nobody"
-        return "\n".join(filter(None, [f"no step yet; joined: {joined}", history.access]))
-    end, durations, unit = history.manifests[-1], history.seconds(), history.unit
-    present, left, missing = _fates(history)
-    skipped = [name for name in present if name in history.skipped(-1)]
-    members = [name for name in present if name not in skipped]
+    manifests, names, unit = history.manifests, history.names, history.unit
+    if not manifests:
+        return f"no step yet; joined: {', '.join(names.values()) or 'nobody'}\n{history.access}"
+    end, ends, durations = manifests[-1], history.ends(), history.seconds()
+    newest = {names[member]: member for member, _ in sorted(ends.items(), key=lambda x: x[1])}
+    told: dict[str, list[str]] = {"members": [], _SKIPPED: [], "left": [], "missing": []}
+    for name, member in sorted(newest.items()):
+        if member in end.members - history.left:
+            told[_SKIPPED if name in history.skipped(-1) else "members"].append(name)
+        else:
+            after = f"{name} after {unit} {manifests[ends[member]].step}"
+            told["left" if member in history.left else "missing"].append(after)
+    told["members"] = told["members"] or ["nobody"]
+    told[f"snapshots before {unit}s"] = list(map(str, history.snapshots)) or ["none"]
     decided = datetime.datetime.fromtimestamp(end.time, datetime.UTC)
     lines = [
         f"{unit} {end.step}, decided at {decided:%Y-%m-%d %H:%M:%S} UTC, "
         f"{time.time() - end.time:.0f} s ago",
-        f"members: {', '.join(members) or 'nobody'}",
-        *([f"skipped it, since nothing was finite: {', '.join(skipped)}"] if skipped else []),
-        *([f"left: {_after(unit, left)}"] if left else []),
-        *([f"missing: {_after(unit, missing)}"] if missing else []),
-        f"snapshots before {unit}s: {', '.join(map(str, history.snapshots)) or 'none'}"
-        + _next_snapshot(history, end.step + 1),
+        *(f"{what}: {', '.join(which)}" for what, which in told.items() if which),
     ]
+    if every := history.snapshot_every:
+        due = itertools.count(end.step + 1 + -(end.step + 1) % every, every)
+        lines[-1] += f"; next before {next(n for n in due if n not in history.snapshots)}"
     if durations:
-        seconds, has_rounds = f"{statistics.median(durations):.3f} s each", unit == "round"
-        each = f" and {history.seconds_per_step():.3f} s a step (medians)" if has_rounds else ""
-        tokens = history.tokens_per_second()
+        each, goodput = f"{statistics.median(durations):.3f} s each", ""
+        if unit == "round":
+            steps = [max(1, *(x.steps for x in m.packets)) for m in manifests[1:]]
+            of_step = statistics.median(s / n for s, n in zip(durations, steps, strict=True))
+            each += f" and {of_step:.3f} s a step (medians)"
+        else:
+            each, goodput = f"{each} (median)", f", goodput {history.goodput():.0%}"
+        tokens, packets = history.tokens_per_second(), [x for m in manifests for x in m.packets]
+        weights = "steps" if all(x.tokens == x.steps for x in packets) else "tokens"
         lines.append(
-            f"last {len(history.manifests)} {unit}s: {seconds}{each or ' (median)'}, "
-            f"{tokens:{',.0f' if tokens >= 100 else '.3g'}} {history.weight_unit} a second counted"
-            + ("" if has_rounds else f", goodput {history.goodput():.0%}")
+            f"last {len(manifests)} {unit}s: {each}, "
+            f"{tokens:{',.0f' if tokens >= 100 else '.3g'}} {weights} a second counted"
+            f"{goodput}"
         )
-    return "\n".join(filter(None, [*lines, history.access]))
-
-
-def _next_snapshot(history: History, number: int) -> str:
-    if not (every := history.snapshot_every):
-        return ""
-    due = itertools.count(number + -number % every, every)
-    return f"; next before {next(step for step in due if step not in history.snapshots)}"
-
-
-def _fates(history: History) -> tuple[list[str], dict[str, int], dict[str, int]]:
-    """Returns who is there, and who left and who is missing, each with the last step or round."""
-    ends = sorted(history.ends().items(), key=lambda pair: pair[1])
-    newest = {history.names[member]: (member, index) for member, index in ends}
-    last = history.manifests[-1].members - history.left
-    away = {name: pair for name, pair in sorted(newest.items()) if pair[0] not in last}
-    after = {name: history.manifests[index].step for name, (_, index) in away.items()}
-    left = {name: after[name] for name, (member, _) in away.items() if member in history.left}
-    missing = {name: step for name, step in after.items() if name not in left}
-    return sorted(newest.keys() - away.keys()), left, missing
-
-
-def _after(unit: str, steps: dict[str, int]) -> str:
-    return ", ".join(f"{name} after {unit} {step}" for name, step in steps.items())
+    return "\n".join([*lines, history.access])

@@ -80,7 +80,7 @@ class MembersOnly(Store):
         if not self._secrets:
             raise SwarmError(
                 f"the key of {self.key.name} is not in roster {found.number}: give the "
-                "owner its public line, for `demo-optax swarm roster`."
+                "owner its public line, for `demo-optax roster`."
             )
 
     @property

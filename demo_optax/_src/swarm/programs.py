@@ -54,10 +54,8 @@ class Programs(NamedTuple):
     shardings: tuple[Any, Any]  # of parameters and state, which have no axis of workers
     shape: tuple[int, int, int]  # (shards, slots, words) of the packets
     empty_outbox: Outbox  # of a worker that sent nothing
-    no_gradient: Callable[[], tuple[Any, np.ndarray]]  # with the norm of one that is not finite
     fingerprint: dict[str, str]  # the kind of device, and the SHA-256 of the optimizer's text
     division: str  # of the parameters into shards
-    batch: Any  # shapes and dtypes of a batch
 
     @property
     def packet_bytes(self) -> int:
@@ -171,14 +169,8 @@ def compile_programs(
     fingerprint = {"device": kind, "optimizer": records.sha256(text.encode())}
     division = division_of(mesh, params, layout.params)
     placed = shards.shardings(mesh, (layout.params, layout.state))
-    batch = checks.shapes_of("batch", batch)
-
-    def no_gradient() -> tuple[Any, np.ndarray]:
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), result.gradients)
-        return zeros, np.array([np.nan], np.float32)
-
     programs = computing, alone, sending, applying, init
-    return Programs(*programs, placed, shape, empty, no_gradient, fingerprint, division, batch)
+    return Programs(*programs, placed, shape, empty, fingerprint, division)
 
 
 def text_of(tx, params, slots: int, device, axis_names: tuple[str, ...]) -> str:
@@ -190,30 +182,22 @@ def text_of(tx, params, slots: int, device, axis_names: tuple[str, ...]) -> str:
     Raises:
       ValueError: the optimizer needs an argument that the workers of a swarm do not have.
     """
-    slot = jax.ShapeDtypeStruct((), jnp.int32)
     params = arrays.unboxed(params)
 
-    def send(params, state, slot, weight, participates, ends_round):
+    def step(params, state, slot, weight, participates, ends_round):
         extra: dict = {momentum.MESSAGE_WEIGHT: weight, participation.PARTICIPATES: participates}
         extra |= {"ends_round": ends_round} if tx.steps_per_round else {}
-        return tx.send(params, state, params, worker=slot, **extra)
-
-    def apply(params, state, slot, packets, outbox):
+        outbox, state = tx.send(params, state, params, worker=slot, **extra)
+        packets = jnp.broadcast_to(outbox.packet, (slots, *outbox.packet.shape))
         return tx.apply(packets, outbox, state, params, worker=slot)
 
-    def traced(half, *args):
-        for name in axis_names:
-            half = jax.vmap(half, None, None, axis_name=name, axis_size=1)
-        with jax.set_mesh(Mesh(np.array([device]), ("one device",))):
-            return jax.jit(half).trace(params, state, slot, *args)
-
+    for name in axis_names:
+        step = jax.vmap(step, None, None, axis_name=name, axis_size=1)
+    scalars = [jax.ShapeDtypeStruct((), x) for x in (jnp.int32, jnp.float32, bool, bool)]
     try:
         state = jax.eval_shape(tx.init, params)
-        weight, yes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
-        sending = traced(send, weight, yes, yes)
-        outbox = sending.out_info[0]
-        packets = jax.ShapeDtypeStruct((slots, *outbox.packet.shape), jnp.uint32)
-        halves_traced = sending, traced(apply, packets, outbox)
+        with jax.set_mesh(Mesh(np.array([device]), ("one device",))):
+            traced = jax.jit(step).trace(params, state, *scalars)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
@@ -222,8 +206,7 @@ def text_of(tx, params, slots: int, device, axis_names: tuple[str, ...]) -> str:
             "worker has a loss of its own, and all must make the same update: leave out links such "
             "as optax.contrib.reduce_on_plateau, and lower the rate by a schedule."
         ) from error
-    platforms = (device.platform,)
-    return "".join(x.lower(lowering_platforms=platforms).as_text() for x in halves_traced)
+    return traced.lower(lowering_platforms=(device.platform,)).as_text()
 
 
 def division_of(mesh: Mesh, params, specs) -> str:
@@ -233,12 +216,9 @@ def division_of(mesh: Mesh, params, specs) -> str:
     devices = mesh.devices[first].flatten()
     if (number := len(devices)) == 1:
         return "1"
-    parts = []
-    leaves = map(jax.tree.leaves, arrays.unboxed((params, specs)))
-    for x, spec in zip(*leaves, strict=True):
-        of = NamedSharding(mesh, spec).devices_indices_map(x.shape)
-        for device in devices:
-            parts.append([i.indices(n) for i, n in zip(of[device], x.shape, strict=True)])
+    leaves = zip(*map(jax.tree.leaves, arrays.unboxed((params, specs))), strict=True)
+    of = [NamedSharding(mesh, spec).devices_indices_map(x.shape) for x, spec in leaves]
+    parts = [[part[device] for device in devices] for part in of]
     return f"{number} (divided as {records.sha256(str(parts).encode())[:8]})"
 
 

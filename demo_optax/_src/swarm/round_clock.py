@@ -56,13 +56,12 @@ class RoundClock:
         is_late = time.monotonic() - self._began >= self._seconds
         return "over" if is_late or (seen == number and was_ended) else "open"
 
-    def restart(self) -> bool:
-        """Begins a round; returns whether the others should end theirs when this worker does."""
+    def restart(self) -> None:
+        """Begins a round."""
         now = time.monotonic()
         if self._round is not None:
             self._length = self._seconds or now - self._began
         self._round, self._began = None, now
-        return self._seconds is not None
 
     def close(self) -> None:
         self._closed.set()

@@ -123,12 +123,12 @@ def make_key(path: str | os.PathLike, name: str) -> Public:
 
 
 def read_key(path: str | os.PathLike) -> Key:
-    seed, name = _words(path, "a key as `demo-optax swarm key` writes it", 1)
+    seed, name = _words(path, "a key as `demo-optax key` writes it", 1)
     return Key(name, bytes.fromhex(seed))
 
 
 def read_public(path: str | os.PathLike) -> Public:
-    signs, opens, name = _words(path, "a public line as `demo-optax swarm key` prints it", 2)
+    signs, opens, name = _words(path, "a public line as `demo-optax key` prints it", 2)
     return Public(name, signs, opens)
 
 

@@ -194,17 +194,12 @@ class ObjectStore(Store):
                     return None
                 # obstore's own representation follows after an empty line.
                 reason = " ".join(str(error).partition("\n\n")[0].split())[:300]
-                if _is_denied(error):
-                    raise StoreError(
-                        f"cannot {what} in {self.url}: {reason}. Give this worker permission to "
-                        "read, list, write and delete there."
-                    ) from error
                 first_failure = first_failure or time.monotonic()
                 failing = time.monotonic() - first_failure
-                if failing > self.patience:
+                if failing > self.patience or _is_denied(error):
                     raise StoreError(
                         f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Make "
-                        "sure that the store can be reached, and that every worker may read, list, "
+                        "sure that the store can be reached, and that this worker may read, list, "
                         "write and delete there."
                     ) from error
                 log.warning("cannot %s, tries again: %s", what, reason)

@@ -3,7 +3,8 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,49 @@ from demo_optax._src.swarm.programs import compile_programs, require_optimizer
 from demo_optax._src.swarm.records import Manifest, SwarmError
 from demo_optax._src.swarm.replicated_state import replace_leaves, shared_leaves, to_host
 from demo_optax._src.swarm.round_clock import RoundClock
-from demo_optax._src.swarm.under_way import ExchangeUnderWay, SwarmMetrics
 
 LEAVE_SECONDS = 10.0  # for which a worker that leaves waits for the result of its last packet
 DECISION_SECONDS = 1.0  # for which it then waits for a decision that others may be taking
 LOG_EVERY_STEPS = 200  # of catching up
 READ_AT_ONCE = 16  # steps, after it has caught up with as many
+
+
+class SwarmMetrics(NamedTuple):
+    """Holds what `SwarmWorker.step` measured in a step.
+
+    Attributes:
+      step: int, the number of the exchange that the step's gradient goes into, from 0. With
+        `demo_optax.local_steps` it is the number of the round.
+      loss: float, the loss of this worker.
+      gradient_norm: float, the norm of its gradient before clipping.
+      exchange: `demo_optax.ExchangeMetrics` of the exchange that the parameters were updated with.
+      applied: int, the number of the exchange whose result came in this step, or None if none came.
+        With a delay it is an earlier one than ``step``.
+      members: names of the workers whose packets counted in that exchange; empty if none came.
+      skipped: names of the workers that had nothing finite to send in that exchange.
+      late: names of the workers for which this worker waited in vain in that exchange.
+      waited: float, seconds in the exchange; with a delay, those that the gradient did not hide.
+      packet_bytes: int, bytes that it sent.
+      replayed: int, steps that it caught up with afterwards, or rounds.
+      drift: float, the norm by which its parameters differed from the last snapshot, relative to
+        that of the snapshot, or the same of the shared state if that is larger; None in steps
+        without a comparison.
+      round_steps: int, the steps in the round that this step ended, else 0; 1 without rounds.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    exchange: metrics.ExchangeMetrics
+    applied: int | None
+    members: tuple[str, ...]
+    skipped: tuple[str, ...]
+    late: tuple[str, ...]
+    waited: float
+    packet_bytes: int
+    replayed: int
+    drift: float | None
+    round_steps: int
 
 
 class SwarmWorker:
@@ -119,9 +157,11 @@ class SwarmWorker:
         self._facts: dict[str, Any] = dict(snapshot_every=snapshot_every, slots=slots, delay=delay)
         self._facts |= dict(steps_per_round=tx.steps_per_round, round_seconds=round_seconds)
         self._facts |= facts or {}
-        self._under_way = ExchangeUnderWay(member)
+        self._thread = ThreadPoolExecutor(1, "exchange")
+        self._under_way: Future[ExchangeResult] | None = None
         self._turns = snapshots.SnapshotTurns(member, snapshot_every) if member else None
         self._has_rounds, self._clock = bool(tx.steps_per_round), None
+        self._ends_rounds = round_seconds is not None  # for all, when this worker's time is over
         if member and tx.steps_per_round:
             self._clock = RoundClock(member, tx.steps_per_round, round_seconds)
             member.unit = "round"
@@ -131,7 +171,8 @@ class SwarmWorker:
         self._returned_steps = 0  # whose message came too late, and is in the outer momentum again
         self._outbox: Any = None  # the message that was sent and is not applied yet
         self._times_late = 0  # successive exchanges in which this worker's packet did not count
-        self._programs: Any = None  # what `begin` compiles
+        self._programs: Any = None  # what `begin` compiles,
+        self._batch: Any = None  # for batches of these shapes and dtypes
         self._exchange: Any = None  # the metrics of the last exchange
         self._members: tuple[str, ...] = ()  # whose packets were given to it
         self._damaged = 0  # packets that did not count in the exchange before
@@ -161,10 +202,11 @@ class SwarmWorker:
             by_lead(lambda: agreement.compare(self.member.store, facts))
             started = time.monotonic()
             self._programs = programs = self._compile(params, batch)
+            self._batch = checks.shapes_of("batch", batch)
             self.seconds_compiling = time.monotonic() - started
             params = replicated_state.to_devices(params, programs.shardings[0])
             opt_state = programs.init(params)
-            facts |= agreement.facts_of_programs(opt_state, programs.shape[-1], programs.division)
+            facts |= {"number of shards": programs.division}
             by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
             by_lead(lambda: self.member.expect(programs.packet_bytes))
             params, opt_state, _ = self._catch_up(*self._jump(params, opt_state))
@@ -194,9 +236,9 @@ class SwarmWorker:
                 "this worker has left, with what it had not sent: start its process again, so that "
                 "it joins from a snapshot; call nothing but close() here."
             )
-        if (shapes := checks.shapes_of("batch", batch)) != (expected := self._programs.batch):
+        if (shapes := checks.shapes_of("batch", batch)) != self._batch:
             raise ValueError(
-                f"the batch has {shapes}, but that of begin() had {expected}: give every step "
+                f"the batch has {shapes}, but that of begin() had {self._batch}: give every step "
                 "batches of one shape, or begin again in a new process."
             )
         with self._stops_at_errors():
@@ -234,12 +276,13 @@ class SwarmWorker:
                 # A message that is sent again has its weight again.
                 weight = np.float32(self._returned_steps * self._weight[0])
                 opt_state = opt_state._replace(weight=to_host(opt_state.weight) + weight)
-                nothing = *self._programs.no_gradient(), self._weight, self._slot
                 self._finite_steps += self._returned_steps
-                opt_state, packet, steps, tokens = self._send(params, opt_state, *nothing)
-                by_lead(lambda: self.member.send(self.number, packet, steps, tokens))
+                zeros = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), params)
+                nothing = zeros, np.array([np.nan], np.float32), self._weight, self._slot
+                opt_state, sent = self._send(params, opt_state, *nothing)
+                by_lead(lambda: self.member.send(*sent))
                 self._tell_rest(opt_state)
-                if steps:  # else nothing was finite
+                if self._sent_steps:  # else nothing was finite
                     self._sent_steps, self._steps, self._returned_steps = unsent, 0, 0
         return self._lost_steps()
 
@@ -281,7 +324,7 @@ class SwarmWorker:
             return
         with contextlib.suppress(OSError):
             self.member.leave(self.number)
-        self._under_way.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
         if self._clock is not None:
             self._clock.close()
         self._turns.close()
@@ -332,10 +375,13 @@ class SwarmWorker:
             look = self._look()
         number, sent = self.number, (gradients.gradients, norm, self._weight, self._slot)
         if look == "over":
-            opt_state, packet, steps, tokens = self._send(params, opt_state, *sent)
-            self._sent_steps, round_steps, self._steps = steps, self._steps, 0
-            marks_end = self._clock.restart() if self._clock is not None else False
-            self._under_way.begin(number, packet, steps, tokens, marks_end)
+            opt_state, sent = self._send(params, opt_state, *sent)
+            packet, round_steps, self._steps = sent[1], self._steps, 0
+            if self._clock is not None:
+                self._clock.restart()
+            if self._member is not None:
+                exchange = self._member.exchange
+                self._under_way = self._thread.submit(exchange, *sent, self._ends_rounds)
             if not self.delay:
                 result = self._result()
                 assert result is not None
@@ -374,7 +420,13 @@ class SwarmWorker:
 
     def _result(self, timeout: float | None = None) -> ExchangeResult | None:
         """Returns the result of the exchange under way, if there is one and it comes in time."""
-        return None if self._outbox is None else self._under_way.result(timeout)
+
+        def ask() -> ExchangeResult | None:
+            assert self._under_way is not None
+            _, late = wait([self._under_way], timeout)
+            return None if late else self._under_way.result()
+
+        return None if self._outbox is None else by_lead(ask)
 
     def _go_on(self, result: ExchangeResult | None, params, opt_state) -> tuple[Any, Any, int]:
         """Applies the result of this worker's exchange, if there is one, and then what it missed.
@@ -397,13 +449,13 @@ class SwarmWorker:
     def _announce(self) -> None:
         by_lead(lambda: self.member.announce(self.number))
 
-    def _send(self, params, opt_state, *sent) -> tuple[Any, bytes, int, float]:
-        """Returns the state without the message, its packet, and the steps and tokens in it."""
+    def _send(self, params, opt_state, *sent) -> tuple[Any, tuple[int, bytes, int, float]]:
+        """Returns the state without the message, and what `Member.send` sends of it."""
         self._outbox, opt_state = self._programs.send(params, opt_state, *sent)
-        is_rejected, finite_steps = to_host(self._outbox.factor) == 0, self._finite_steps
-        self._finite_steps, steps = 0, 0 if is_rejected else finite_steps
+        steps = self._finite_steps if to_host(self._outbox.factor) else 0
+        self._finite_steps, self._sent_steps = 0, steps
         packet = to_host(self._outbox.packets).tobytes()
-        return opt_state, packet, steps, steps * self._tokens_per_step
+        return opt_state, (self.number, packet, steps, steps * self._tokens_per_step)
 
     def _is_behind(self) -> bool:
         if not self._is_leaving:

@@ -1,6 +1,6 @@
 """Makes the key of a member, or of an owner, of a swarm for members only.
 
-demo-optax swarm key paris
+demo-optax key paris
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Writes who may take part in a swarm for members only, as its owner signs it.
 
-demo-optax swarm roster s3://bucket/run --owner owner.key paris.pub rome.pub
-demo-optax swarm roster s3://bucket/run --owner owner.key --without rome
+demo-optax roster s3://bucket/run --owner owner.key --add paris.pub rome.pub
+demo-optax roster s3://bucket/run --owner owner.key --without rome
 """
 
 import argparse
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 def add_arguments(add: Callable[..., None]) -> None:
     add("place", "the run's place: a folder, s3://..., gs://... or az://...")
-    add("public", "files with the public lines of members to add", [], nargs="*")
     add("--owner", "the file of the owner's key", required=True)
-    add("--without", "a member to take out, which may be given again", [], action="append")
+    add("--add", "files with the public lines of members to add", [], nargs="+", metavar="FILE")
+    add("--without", "names of members to take out", [], nargs="+", metavar="NAME")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.place} has an open run, which stays open: give the roster a place of its own."
         )
-    added = map(seals.read_public, args.public)
+    added = map(seals.read_public, args.add)
     signed = roster.change(before, owner, added, args.without)
     place.put(roster.KEY, signed)
     written = roster.parse(signed, owner.public)
