@@ -309,17 +309,17 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
     return Plan(compression, geometries, tuple(parts), tuple(sections), sides, stored)
 
 
-_PARTS = 4
 _SMALLEST_PART = 2**20  # elements; the programs of a smaller part cost more than they save
 
 
 def _part_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the start and stop (exclusive) of the tensors of each part.
 
-    There are at most `_PARTS` parts of about equal size, and only the last may be smaller than
-    `_SMALLEST_PART`.
+    There are about as many parts of about equal size as the square root of the number of tensors,
+    so that both the temporary memory and the program of a larger model grow slowly. Only the last
+    may be smaller than `_SMALLEST_PART`.
     """
-    target = max(sum(sizes) / _PARTS, _SMALLEST_PART)
+    target = max(sum(sizes) / max(round(math.sqrt(len(sizes))), 1), _SMALLEST_PART)
     bounds, start, size = [], 0, 0
     for number, elements in enumerate(sizes):
         if size and size + elements / 2 > target:
