@@ -172,7 +172,6 @@ ONE_AXIS = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")}
 TWO_AXES = {"hidden": P("tensor", "fsdp"), "bias": P("tensor"), "out": P("fsdp")}
 SHARDED = {
     "4 x 2": ((4, 2), ONE_AXIS, {}),
-    "4 x 2, unchecked": ((4, 2), ONE_AXIS, dict(check_vma=False)),
     "4 x 2, mapped": ((4, 2), ONE_AXIS, dict(sharding="auto")),
     "2 x 2 x 2": ((2, 2, 2), TWO_AXES, {}),
 }

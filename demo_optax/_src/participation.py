@@ -43,22 +43,26 @@ def decide(
     gradient,
     axis_name: AxisName,
     extra_args: Mapping[str, Any] = MappingProxyType({}),
-    sharded: tuple[str, ...] = (),
 ) -> BoolScalar:
     """Tells whether this worker participates with a gradient, the same on all of its devices.
 
-    A train step may already have excluded the worker by ``extra_args``. ``sharded`` are the axes
-    along which the worker's devices hold shards; it is needed only where the types carry no
-    varying-axes (VMA) information.
+    A train step may already have excluded the worker by ``extra_args``.
     """
     checks.real_leaves("gradient", gradient)
+    sharded = axes.sharded_axes_in(extra_args)
+    if not axes.types_are_tracked(axes.manual_names(sharded)):
+        raise ValueError(
+            f"param_specs shard parameters over {sharded}, but under check_vma=False no type tells "
+            "which values differ between shards: leave check_vma=False out of jax.shard_map, or "
+            "update by demo_optax.stack_workers."
+        )
     energies = [energy([x]) for x in jax.tree.leaves(gradient)]
     # Of a sum of the energies, XLA would repeat all additions wherever the flag is used.
     finite = jnp.isfinite(jnp.array(energies, jnp.float32)).all()
-    participates = axes.on_all_devices(finite, axis_name, sharded)
+    participates = axes.on_all_devices(finite, axis_name)
     if PARTICIPATES in extra_args:
         given = jnp.asarray(extra_args[PARTICIPATES])
-        participates &= axes.on_all_devices(given, axis_name, sharded)
+        participates &= axes.on_all_devices(given, axis_name)
     return participates
 
 
@@ -75,9 +79,7 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
     )
 
 
-def is_intact(
-    state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
-) -> BoolScalar:
+def is_intact(state: Any, initial: Any, axis_name: AxisName) -> BoolScalar:
     """Tells whether every leaf that is finite in the initial state is finite in this one too."""
     finite = []
     for tree in state, initial:
@@ -85,7 +87,7 @@ def is_intact(
         largest = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
         finite.append(jnp.isfinite(jnp.array(largest, jnp.float32)))
     intact = (finite[0] | ~finite[1]).all()
-    return axes.on_all_devices(intact, axis_name, sharded)
+    return axes.on_all_devices(intact, axis_name)
 
 
 def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
@@ -156,14 +158,7 @@ def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
     return structure.unflatten(new), total, restarted
 
 
-def keep_local_state(
-    new,
-    old,
-    varies_over_workers,
-    participates: BoolScalar,
-    axis_name: AxisName,
-    sharded: tuple[str, ...],
-):
+def keep_local_state(new, old, varies_over_workers, participates: BoolScalar):
     """Keeps the old value of leaves that vary over workers, on a worker that skipped the step.
 
     One bad batch thus destroys no second moment. States whose type says ``handles_nonfinite`` do
@@ -175,14 +170,14 @@ def keep_local_state(
             return new
         if _is_injected(new):
             inner = new.inner_state, old.inner_state, varies_over_workers.inner_state
-            kept = keep_local_state(*inner, participates, axis_name, sharded)
+            kept = keep_local_state(*inner, participates)
             return new._replace(inner_state=kept)
         if isinstance(new, LocalStepsState):
             if jax.tree.leaves(new.displacement):  # local_steps decides by itself
                 return new
             took_part = participates | (old.weight > 0)
             outer = new.outer, old.outer, varies_over_workers.outer
-            return new._replace(outer=keep_local_state(*outer, took_part, axis_name, sharded))
+            return new._replace(outer=keep_local_state(*outer, took_part))
         if getattr(type(new), "handles_nonfinite", False) or not varies_over_workers:
             return new
         return jnp.where(participates, new, reusable(old))

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
-from flax.training.train_state import TrainState
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -149,46 +148,6 @@ def test_partition_leaves_each_part_its_own_optimizer(mode):
         assert_close({n: updates[n] for n in matrices}, theirs[step])
         expected, state = adam_update(scaled(bias, 1 + step), state)
         assert_close({"bias": updates["bias"]}, expected)
-
-
-def test_linen_train_state_holds_a_stacked_optimizer():
-    class Network(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return linen.Dense(3)(x)
-
-    network, batch, mesh = Network(), model.batch(0), workers.mesh_of(8)
-    params = network.init(jax.random.key(0), batch["x"])["params"]
-    plain = demo_optax.demo(5e-3, SMALL, axis_name="data")
-    state = TrainState.create(
-        apply_fn=network.apply, params=params, tx=demo_optax.stack_workers(plain, mesh)
-    )
-
-    def loss_fn(params, batch):
-        return jnp.mean(jnp.square(network.apply({"params": params}, batch["x"]) - batch["y"]))
-
-    def worker(state, batch):
-        _, gradient = demo_optax.local_value_and_grad(loss_fn, "data")(state.params, batch)
-        return state.apply_gradients(grads=gradient)
-
-    specs = jax.tree.map(lambda _: SHARED, state).replace(
-        opt_state=demo_optax.state_specs(plain, params, mesh)
-    )
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), (specs, P("data")))
-    step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs))
-    ready_made = demo_optax.make_train_step(loss_fn, plain, mesh)
-    expected, opt_state = (
-        jax.tree.map(jnp.copy, params),
-        demo_optax.init_opt_state(plain, params, mesh),
-    )
-    for i in range(3):
-        state = jax.block_until_ready(step(*jax.device_put((state, model.batch(i)), shardings)))
-        expected, opt_state, _ = jax.block_until_ready(
-            ready_made(expected, opt_state, model.batch(i))
-        )
-    assert int(state.step) == 3
-    chex.assert_trees_all_equal(state.params, expected)
-    chex.assert_trees_all_equal(state.opt_state, opt_state)
 
 
 def test_nnx_model_trains_by_split_and_merge():
