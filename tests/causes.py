@@ -167,18 +167,6 @@ def update_inside_of_a_shard_map():
     run(jax.tree.map(lambda x: np.stack([x, x]), model.init()), state, model.init())
 
 
-def shards_without_types():
-    specs = {"hidden": P("fsdp"), "out": P(), "bias": P()}
-    run = jax.shard_map(
-        lambda x: DEMO.update(x, DEMO.init(x), x, param_specs=specs)[0],
-        mesh=two_by_two_auto(),
-        in_specs=(specs,),
-        out_specs=specs,
-        check_vma=False,
-    )
-    jax.jit(run)(model.init())
-
-
 def two_by_two_auto():
     return workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
 
@@ -379,7 +367,6 @@ RAISED = [
         for numbers, placed in [((2, 4), True), ((4, 2), True), ((2, 4), False)]
     ],
     (r"stacked.*the optimizer itself", update_inside_of_a_shard_map),
-    (r"leave check_vma=False out", shards_without_types),
     (r"the same on all workers.*Leave out pmean", same_loss),
     # the step
     (r"gradient\['bias'\] is not local.*local_value_and_grad", summed_gradient),

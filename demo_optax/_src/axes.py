@@ -114,11 +114,20 @@ def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callabl
     return typed(one), typed(other)
 
 
-def on_all_devices(condition: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Tells whether a condition holds on all devices of this worker, along which it may differ."""
-    if inner := varying(condition) - set(names(axis_name)):
-        return jax.lax.pmin(condition.astype(jnp.int32), tuple(sorted(inner))) > 0
-    return condition
+def on_all_devices(
+    condition: jax.Array, axis_name: AxisName, sharded: tuple[str, ...] = ()
+) -> jax.Array:
+    """Tells whether a condition holds on all devices of this worker.
+
+    These devices lie along the axes over which the condition's type varies, or along ``sharded`` if
+    the types carry no varying-axes (VMA) information.
+    """
+    inner = varying(condition) - set(names(axis_name))
+    if not types_are_tracked(manual_names(sharded)):
+        inner |= set(manual_names(sharded))
+    if not inner:
+        return condition
+    return jax.lax.pmin(condition.astype(jnp.int32), tuple(sorted(inner))) > 0
 
 
 def size(axis_name: AxisName) -> int:

@@ -218,14 +218,15 @@ class Momentum:
         exchange, step, given = self.exchange, state.count, gradient
         weight = 1 - self.decay if self.gradient_weight is None else self.gradient_weight
         weight: Any = checks.evaluate_schedule("gradient_weight", weight, step)
-        participates = participation.decide(gradient, exchange.axis_name, extra_args)
+        sharded = axes.sharded_axes_in(extra_args)
+        participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
         participates &= jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
         participates &= jnp.isfinite(self.decay) & ~state.sent
         participates &= state.format == word_of(plan.stored)
 
         # Precondition: each worker may have a second moment of its own
         initial = self.precondition.init(gradient if params is None else params)
-        intact = participation.is_intact(state.precondition, initial, exchange.axis_name)
+        intact = participation.is_intact(state.precondition, initial, exchange.axis_name, sharded)
         old = participation.choose_state(intact, state.precondition, initial)
         gradient, new = self.precondition.update(gradient, old, params, **extra_args)
         factor = jnp.where(participates, jnp.asarray(self.subtraction_factor, jnp.float32), 0)
@@ -274,7 +275,7 @@ class Momentum:
         # XLA then writes the new state over the old one, which the gradients of all parts need.
         new = participation.choose(participates, axes.after(momentum[-1], new), old)
         finite = jnp.sum(jnp.stack(restarted)) == 0
-        finite = axes.on_all_devices(finite, exchange.axis_name)
+        finite = axes.on_all_devices(finite, exchange.axis_name, sharded)
         precondition = participation.choose_state(finite, new, initial)
         positions, chosen, decoded, coded = list(zip(*plan.join(rows), strict=True)) or [()] * 4
         message = Message(positions, decoded)

@@ -43,26 +43,22 @@ def decide(
     gradient,
     axis_name: AxisName,
     extra_args: Mapping[str, Any] = MappingProxyType({}),
+    sharded: tuple[str, ...] = (),
 ) -> BoolScalar:
     """Tells whether this worker participates with a gradient, the same on all of its devices.
 
-    A train step may already have excluded the worker by ``extra_args``.
+    A train step may already have excluded the worker by ``extra_args``. ``sharded`` are the axes
+    along which the worker's devices hold shards; it is needed only where the types carry no
+    varying-axes (VMA) information.
     """
     checks.real_leaves("gradient", gradient)
-    sharded = axes.sharded_axes_in(extra_args)
-    if not axes.types_are_tracked(axes.manual_names(sharded)):
-        raise ValueError(
-            f"param_specs shard parameters over {sharded}, but under check_vma=False no type tells "
-            "which values differ between shards: leave check_vma=False out of jax.shard_map, or "
-            "update by demo_optax.stack_workers."
-        )
     energies = [energy([x]) for x in jax.tree.leaves(gradient)]
     # Of a sum of the energies, XLA would repeat all additions wherever the flag is used.
     finite = jnp.isfinite(jnp.array(energies, jnp.float32)).all()
-    participates = axes.on_all_devices(finite, axis_name)
+    participates = axes.on_all_devices(finite, axis_name, sharded)
     if PARTICIPATES in extra_args:
         given = jnp.asarray(extra_args[PARTICIPATES])
-        participates &= axes.on_all_devices(given, axis_name)
+        participates &= axes.on_all_devices(given, axis_name, sharded)
     return participates
 
 
@@ -79,7 +75,9 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
     )
 
 
-def is_intact(state: Any, initial: Any, axis_name: AxisName) -> BoolScalar:
+def is_intact(
+    state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
+) -> BoolScalar:
     """Tells whether every leaf that is finite in the initial state is finite in this one too."""
     finite = []
     for tree in state, initial:
@@ -87,7 +85,7 @@ def is_intact(state: Any, initial: Any, axis_name: AxisName) -> BoolScalar:
         largest = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
         finite.append(jnp.isfinite(jnp.array(largest, jnp.float32)))
     intact = (finite[0] | ~finite[1]).all()
-    return axes.on_all_devices(intact, axis_name)
+    return axes.on_all_devices(intact, axis_name, sharded)
 
 
 def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:

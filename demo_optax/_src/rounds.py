@@ -272,7 +272,8 @@ class LocalSteps:
         now = state if self.fragments else self._at_round(state, state.round)
         step = now.first_step + state.mini_step
         ends_round = extra_args.pop(ENDS_ROUND, step >= now.last_step)
-        participates = participation.decide(gradient, axis_name, extra_args)
+        sharded = axes.sharded_axes_in(extra_args)
+        participates = participation.decide(gradient, axis_name, extra_args, sharded)
         inner_state = participation.with_counts(state.inner, jnp.minimum(step, now.last_step))
         local_params = local_parameters(params, state)
         steps, inner_state = self.inner.update(gradient, inner_state, local_params, **extra_args)
@@ -291,12 +292,12 @@ class LocalSteps:
 
     def _end_round(self, gradient, state, params, extra_args):
         """Returns the gradient of the outer optimizer, its extra arguments, and the new state."""
-        structure: Any = jax.tree.structure(gradient)
+        sharded, structure = axes.sharded_axes_in(extra_args), jax.tree.structure(gradient)
         finite = all_finite(local_parameters(params, state))
-        finite = axes.on_all_devices(finite, self.axis_name)
+        finite = axes.on_all_devices(finite, self.axis_name, sharded)
         sends = finite & (state.weight > 0)
         initial = self.inner.init(params)
-        intact = participation.is_intact(state.inner, initial, self.axis_name)
+        intact = participation.is_intact(state.inner, initial, self.axis_name, sharded)
         displacement = zero_unless(finite, state.displacement)
         change = jax.tree.map(
             lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, unboxed(gradient)
@@ -372,7 +373,8 @@ def multi_steps(
         return LocalStepsState(none, none, none, none, weight, (), mean, tx.init(params))
 
     def update_fn(updates, state, params=None, **extra_args):
-        participates = participation.decide(updates, axis_name, extra_args)
+        sharded = axes.sharded_axes_in(extra_args)
+        participates = participation.decide(updates, axis_name, extra_args, sharded)
         weight = _weight_of_step(participates, extra_args)
         total = state.weight + weight
 

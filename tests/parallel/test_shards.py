@@ -178,25 +178,6 @@ def test_packets_of_whole_parameters_cross_in_parts(way):
     assert part.operand_bytes == 512 * math.ceil(packet / 4 / 512)
 
 
-@sweep(way=["manual", "mapped"])
-def test_memory_of_a_device_halves(way):
-    def held(fsdp):
-        specs = {"hidden": P(None, "fsdp"), "out": P("fsdp"), "bias": P("fsdp")}
-        values, state, *_ = train(mesh_of(2, fsdp), specs, steps=1, **WAYS[way])
-        first = jax.devices()[0]
-        return [
-            sum(
-                shard.data.nbytes
-                for leaf in jax.tree.leaves(tree)
-                for shard in leaf.addressable_shards
-                if shard.device == first
-            )
-            for tree in (values, state[0].momentum)
-        ]
-
-    assert [2 * size for size in held(2)] == held(1)
-
-
 @sweep("mapped", way=WAYS)
 def test_a_worker_is_left_out_with_all_its_shards(way):
     """The gradient of one row is infinite: no shard of that worker may take part."""

@@ -118,32 +118,6 @@ def test_a_batch_on_an_explicit_mesh_is_divided_by_its_rows(given):
     np.testing.assert_array_equal(found, [2 * sum(range(16)), 2 * sum(range(16, 32))])
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_each_worker_has_a_key_of_its_own(kind):
-    mesh = mesh_of(kind)
-
-    def loss(w, batch, key):
-        return w * jax.random.normal(key, ()) + 0 * jnp.sum(batch)
-
-    with jax.set_mesh(mesh):
-        gradients = jax.jit(demo_optax.worker_gradients(loss, mesh, "replica"))
-        args = jnp.float32(1), jnp.ones((8, 4)), jax.random.key(0)
-        one, other = gradients(*args, opt_state=()).gradients
-    assert one != other
-
-
-@sweep("a shard_map", name=["plain", "a shard_map"])
-def test_only_the_packet_crosses_between_workers(name):
-    mesh = mesh_of()
-    with jax.set_mesh(mesh):
-        step = workers.step_of(TX, mesh, MODELS[name](mesh), sharding="auto", **OPTIONS)
-        _, state = workers.initial(TX, mesh, axis_name="replica", param_specs=SPECS)
-        program = step.lower(model.init(), state, model.batch(0)).compile().as_text()
-    sent = hlo.collectives(program)
-    (packet,) = [one for one in sent if one.crosses(mesh, "replica")]
-    assert (packet.kind, packet.dtype) == ("all-gather", "u32")
-
-
 def test_an_embedding_is_looked_up_in_the_copy_of_each_worker():
     mesh, spec = mesh_of(AxisType.Explicit), P("tensor", "fsdp")
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -75,11 +74,6 @@ def test_state_in_front_of_the_exchange_is_local_and_behind_it_shared():
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
-def test_state_of_the_preconditioner_is_local():
-    tx = demo_optax.demo(1e-3, precondition=optax.scale_by_rms(), axis_name="data")
-    assert same(specs_of(tx)[0].precondition, LOCAL)
-
-
 def test_state_grows_a_worker_axis_where_its_specs_say_so():
     tx = demo_optax.demo_adamw(1e-3, SMALL, axis_name="data")
     params = model.one_matrix()
@@ -93,13 +87,6 @@ def test_state_grows_a_worker_axis_where_its_specs_say_so():
         tx.init(params),
         specs_of(tx),
     )
-
-
-def test_map_params_finds_the_momentum_in_a_stacked_state():
-    tx = demo_optax.demo(1e-3, axis_name="data")
-    state = demo_optax.init_opt_state(tx, model.one_matrix(), workers.mesh_of(8))
-    specs = optax.tree.map_params(tx, lambda _: LOCAL, state, transform_non_params=lambda _: SHARED)
-    assert specs == specs_of(tx)
 
 
 def in_rounds(**options):
@@ -148,28 +135,6 @@ def test_partition_leaves_each_part_its_own_optimizer(mode):
         assert_close({n: updates[n] for n in matrices}, theirs[step])
         expected, state = adam_update(scaled(bias, 1 + step), state)
         assert_close({"bias": updates["bias"]}, expected)
-
-
-def test_nnx_model_trains_by_split_and_merge():
-    network = nnx.Linear(12, 3, use_bias=False, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(network, nnx.Param)
-
-    def loss_fn(params, batch):
-        return jnp.mean(jnp.square(nnx.merge(graph, params)(batch["x"]) - batch["y"]))
-
-    mesh, tx = (
-        workers.mesh_of(8),
-        demo_optax.demo(5e-3, SMALL, axis_name="data"),
-    )
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    step = demo_optax.make_train_step(loss_fn, tx, mesh)
-    losses = []
-    for i in range(60):
-        params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
-        losses.append(float(metrics.loss.mean()))
-    assert np.mean(losses[-10:]) < 0.7 * np.mean(losses[:3])
-    nnx.update(network, params)
-    np.testing.assert_array_equal(network.kernel[...], *jax.tree.leaves(params))
 
 
 OWN = {
