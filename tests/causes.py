@@ -113,12 +113,6 @@ def batch_of_one_process():
         step_of(DEMO, two())(model.init(), state_of(2), model.batch(0))
 
 
-def batch_on_more_devices(kind):
-    batch = jax.device_put(jnp.ones(8), jax.NamedSharding(workers.mesh_of(4), P("data")))
-    gradients = demo_optax.worker_gradients(lambda w, x: w * x.sum(), workers.mesh_of(2, kind=kind))
-    jax.jit(gradients)(1.0, batch, opt_state=())
-
-
 def first_step(tx, mesh=None, **options):
     """Trains a model of matrices and vectors for one step."""
     mesh = mesh or two()
@@ -386,13 +380,6 @@ RAISED = [
         lambda: step_of_two(microbatches=3),
     ),
     batch_of_one_process,
-    *[
-        (
-            r"argument.* lies on .*4.*has 2 devices and not 4: give",
-            functools.partial(batch_on_more_devices, kind),
-        )
-        for kind in (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
-    ],
     lambda: step_of(DEMO, two())(model.init(), state_of(2), *model.batch(0).values()),
     lambda: jax.vmap(
         lambda x: demo_optax.local_value_and_grad(jnp.sum, "data")(a=x), axis_name="data"

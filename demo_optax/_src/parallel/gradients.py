@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import keystr
 
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import energy, upcast
@@ -247,17 +246,6 @@ def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: C
     return state, batch, tuple(key)
 
 
-def require_differentiable(params) -> None:
-    """Refuses leaves that have no real gradient, such as the random keys of a whole model."""
-    checks.real_leaves("params", params)
-    for path, x in jax.tree.leaves_with_path(checks.shapes_of("params", params)):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise TypeError(
-                f"params{keystr(path)} has the dtype {x.dtype}, which has no gradient: "
-                f"{checks.SPLIT}"
-            )
-
-
 def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
     """Computes loss, model state, aux and gradient of a worker's batch.
 
@@ -407,7 +395,7 @@ def worker_gradients(
     )
 
     def at_params(params, *args, opt_state=None):
-        require_differentiable(params)
+        checks.floating_leaves(params)
         state, batch, key = split_arguments(args, ("params",), stateful, (0, 1))
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
@@ -497,7 +485,6 @@ def stacked_gradients(
         return shards.constrain_sharding(results, mesh, stacked_results_specs(specs, axis_name))
 
     def compute(params, state, batch, *key, params_are_replicated):
-        require_differentiable(params)
         batch = jax.tree.map(jnp.asarray, batch)
         every = P(axes.names(axis_name) + (inner if manual else ()))
         given = every if batch_specs is None else batch_specs

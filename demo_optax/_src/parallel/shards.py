@@ -50,16 +50,10 @@ def auto_axes(mesh: Mesh | AbstractMesh) -> Iterator[tuple[Mesh | AbstractMesh, 
         return
     auto = Mesh(mesh.devices, mesh.axis_names)
 
-    def move(path, x):
+    def move(x):
         given = jax.typeof(x).sharding
         if AxisType.Explicit not in given.mesh.axis_types or given.mesh.manual_axes:
             return x
-        if given.mesh.size != mesh.size:
-            raise ValueError(
-                f"an argument{keystr(path[1:])} lies on {given.mesh}, but the workers' mesh is "
-                f"{mesh}, which has {mesh.size} devices and not {given.mesh.size}: give arrays on "
-                "that mesh, as by jax.device_put(x, jax.NamedSharding(mesh, spec))."
-            )
         same = given.mesh.shape_tuple == mesh.shape_tuple
         return jax.device_put(x, NamedSharding(auto, given.spec if same else P()))
 
@@ -67,7 +61,7 @@ def auto_axes(mesh: Mesh | AbstractMesh) -> Iterator[tuple[Mesh | AbstractMesh, 
     if AxisType.Explicit in (*mesh.axis_types, *jax.sharding.get_abstract_mesh().axis_types):
         context = jax.sharding.use_abstract_mesh(auto.abstract_mesh)
     with context:
-        yield auto, functools.partial(jax.tree.map_with_path, move)
+        yield auto, functools.partial(jax.tree.map, move)
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
