@@ -482,7 +482,10 @@ def stacked_gradients(
                 (None if replicated else 0, 0, batch_axes, *[0 for _ in key]),
                 spmd_axis_name=None if isinstance(mesh, AbstractMesh) else axis_name,
             )(params, state, batch, *shards.constrain_sharding(keys, auto, P(axis_name)))
-        return shards.constrain_sharding(results, mesh, stacked_results_specs(specs, axis_name))
+            results_specs = stacked_results_specs(specs, axis_name)
+            gradients = shards.constrain_sharding(results.gradients, auto, results_specs.gradients)
+            results = results._replace(gradients=gradients)
+        return results if mesh == auto else shards.constrain_sharding(results, mesh, results_specs)
 
     def compute(params, state, batch, *key, params_are_replicated):
         batch = jax.tree.map(jnp.asarray, batch)
