@@ -398,8 +398,6 @@ def worker_gradients(
         checks.floating_leaves(params)
         state, batch, key = split_arguments(args, ("params",), stateful, (0, 1))
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
-        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        copies = shards.copies(params, mesh, axis_name, specs)
         if opt_state is None:
             raise TypeError(
                 "worker_gradients got no opt_state, but with local steps or a look-ahead, as of "
@@ -407,8 +405,7 @@ def worker_gradients(
                 "the optimizer's state: call gradients(params, batch, opt_state=opt_state). For "
                 "gradients at the shared parameters give opt_state=()."
             )
-        own = local_parameters(copies, opt_state)
-        return gradients_of(own, state, batch, *key, params_are_replicated=own is params)
+        return gradients_of(params, opt_state, state, batch, *key)
 
     return at_params
 
@@ -425,10 +422,10 @@ def stacked_gradients(
     param_specs,
     batch_specs,
 ) -> Callable:
-    """Returns ``fn(params, state, batch, *key, params_are_replicated) -> WorkerGradients``.
+    """Returns ``fn(params, opt_state, state, batch, *key) -> WorkerGradients``.
 
-    The model state is stacked over the workers, and so are the parameters, unless simulated workers
-    share one copy of them (``params_are_replicated``). If ``manual``, the loss runs in a
+    Each worker has its entry of the stacked model state, and differentiates at its own parameters,
+    of which ``opt_state`` holds the displacement. If ``manual``, the loss runs in a
     ``jax.shard_map`` over all axes: each device gathers the parameters and sees its own part of the
     batch, and the devices of a worker average their gradients. Otherwise the loss is mapped over
     the workers, on a mesh whose axes are all Auto.
@@ -444,7 +441,7 @@ def stacked_gradients(
     )
     workers = shards.num_workers(mesh, axis_name)
 
-    def over_devices(params, state, batch, key, specs, leaf_batch_specs, rows, _):
+    def over_devices(params, state, batch, key, specs, leaf_batch_specs, rows):
         def compute(params, state, batch, key):
             params, state = jax.tree.map(lambda x: x[0], (params, state))
             fn = jax.jit(lambda *args: on_device(*args, specs, rows), inline=True)
@@ -466,7 +463,7 @@ def stacked_gradients(
             check_vma=any(mesh.shape[name] > 1 for name in inner),
         )(params, state, batch, key)
 
-    def over_workers(params, state, batch, key, specs, leaf_batch_specs, rows, replicated):
+    def over_workers(params, state, batch, key, specs, leaf_batch_specs, rows, are_shared):
         def compute_worker(params, state, batch, *key):
             whole = jax.tree.map(lambda _: P(), params)
             return on_device(params, state, batch, key, whole, rows)
@@ -479,7 +476,7 @@ def stacked_gradients(
             batch_axes = structure.unflatten(rows)
             results = jax.vmap(
                 compute_worker,
-                (None if replicated else 0, 0, batch_axes, *[0 for _ in key]),
+                (None if are_shared else 0, 0, batch_axes, *[0 for _ in key]),
                 spmd_axis_name=None if isinstance(mesh, AbstractMesh) else axis_name,
             )(params, state, batch, *shards.constrain_sharding(keys, auto, P(axis_name)))
             results_specs = stacked_results_specs(specs, axis_name)
@@ -487,18 +484,18 @@ def stacked_gradients(
             results = results._replace(gradients=gradients)
         return results if mesh == auto else shards.constrain_sharding(results, mesh, results_specs)
 
-    def compute(params, state, batch, *key, params_are_replicated):
+    def compute(params, opt_state, state, batch, *key):
         batch = jax.tree.map(jnp.asarray, batch)
         every = P(axes.names(axis_name) + (inner if manual else ()))
         given = every if batch_specs is None else batch_specs
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         leaf_batch_specs = shards.batch_leaf_specs(batch, given, mesh, axis_name)
         rows = shards.row_dimensions(leaf_batch_specs, axis_name)
-        gradients_of = over_devices if manual else over_workers
+        own = local_parameters(shards.copies(params, mesh, axis_name, specs), opt_state)
+        args = own, state, batch, key, specs, leaf_batch_specs, rows
         with _explained():
-            return gradients_of(
-                params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated
-            )
+            # Simulated workers share one copy of the parameters, unless they have their own.
+            return over_devices(*args) if manual else over_workers(*args, own is params)
 
     return compute
 

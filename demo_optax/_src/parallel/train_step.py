@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax._src import checks
 from demo_optax._src.axes import AxisName
-from demo_optax._src.local_state import has_exchanged, local_parameters
+from demo_optax._src.local_state import has_exchanged
 from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax._src.parallel import gradients, shards, worker_axis
 from demo_optax._src.parallel.layout import StateLayout, find_layout
@@ -166,9 +166,7 @@ def make_train_step(
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
     def placed_step(layout, params, opt_state, state, batch, key, extra_args):
-        copies = shards.copies(params, mesh, axis_name, layout.params)
-        local = local_parameters(copies, opt_state)
-        results = gradients_of(local, state, batch, *key, params_are_replicated=local is params)
+        results = gradients_of(params, opt_state, state, batch, *key)
         updates, opt_state, sent = worker_axis.update_stacked(
             tx, layout, results.gradients, opt_state, params, extra_args
         )
