@@ -34,11 +34,11 @@ def broken_batch(step, broken):
     return {n: np.concatenate(x) for n, x in batch.items()}
 
 
-def placed(tx, count=model.WORKERS, check_vma=True):
+def placed(tx, count=model.WORKERS):
     """A step from and to NumPy arrays, and the specs of its state."""
     mesh = workers.mesh_of(count)
     shardings = jax.tree.map(lambda x: x.sharding, workers.initial(tx, mesh)[1])
-    step = workers.step_of(tx, mesh, check_vma=check_vma)
+    step = workers.step_of(tx, mesh)
 
     def placed_step(params, state, batch):
         params = jax.tree.map(np.copy, params)
@@ -60,9 +60,8 @@ def without_digest(state):
     return momentum, *state[1:]
 
 
-@sweep(True, check_vma=[True, False])
-def test_others_go_on_as_if_broken_workers_were_not_there(check_vma):
-    step, specs = placed(DEMO, check_vma=check_vma)
+def test_others_go_on_as_if_broken_workers_were_not_there():
+    step, specs = placed(DEMO)
     before, state_before = after_two_steps(DEMO, step)
     broken, rest = {3: np.nan, 5: np.inf}, [0, 1, 2, 4, 6, 7]
     batch = broken_batch(2, broken)
@@ -80,7 +79,7 @@ def test_others_go_on_as_if_broken_workers_were_not_there(check_vma):
     def of_rest(spec, x):
         return x[rest] if spec == jax.P("data") else x
 
-    step_of_rest, _ = placed(DEMO, len(rest), check_vma)
+    step_of_rest, _ = placed(DEMO, len(rest))
     batch_of_rest = {n: np.concatenate(x[rest]) for n, x in model.stacked(batch).items()}
     state_of_rest = jax.tree.map(of_rest, specs, state_before)
     params_alone, state_alone, metrics_alone = step_of_rest(before, state_of_rest, batch_of_rest)
@@ -294,28 +293,13 @@ def test_a_state_that_is_infinite_at_first_hides_no_damage_of_another():
     np.testing.assert_allclose(state[0].precondition[0].nu, 0.1, rtol=1e-6)
 
 
-@functools.cache
-def sharded_update(check_vma):
+@pytest.mark.parametrize("damage", [np.nan, -1.0])
+def test_all_shards_of_a_preconditioner_start_again_together(damage):
     mesh, specs = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto), P("fsdp")
     tx = demo_optax.demo_scaled(0.1, SMALL, axis_name="data")
     tx = demo_optax.stack_workers(tx, mesh, param_specs=specs)
     params = jax.device_put(np.zeros((16, 8), np.float32), jax.NamedSharding(mesh, specs))
     state = tx.init(params)
-    state_specs = workers.specs_of(state)
-    update = jax.shard_map(
-        lambda gradient, state, params: tx.update(gradient[0], state, params)[1],
-        mesh=mesh,
-        in_specs=(P("data", "fsdp"), state_specs, specs),
-        out_specs=state_specs,
-        check_vma=check_vma,
-    )
-    return jax.jit(update), state, params
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("damage", [np.nan, -1.0])
-def test_all_shards_of_a_preconditioner_start_again_together(check_vma, damage):
-    update, state, params = sharded_update(check_vma)
     scaled = state[0].precondition
     nu = np.ones((2, 16, 8), np.float32)
     nu[0, 0, 0] = damage  # the first worker's upper shard
@@ -325,7 +309,7 @@ def test_all_shards_of_a_preconditioner_start_again_together(check_vma, damage):
     )
     state = state[0]._replace(precondition=scaled), *state[1:]
     gradient = np.random.default_rng(0).normal(size=(2, 16, 8)).astype(np.float32)
-    state = jax.block_until_ready(update(gradient, state, params))
+    _, state = jax.block_until_ready(jax.jit(tx.update)(gradient, state, params))
     first = 1 if np.isnan(damage) else 0
     shards = state[0].precondition.count.addressable_shards
     assert [int(shard.data[0]) for shard in shards] == [first, first, 21, 21]
@@ -334,7 +318,7 @@ def test_all_shards_of_a_preconditioner_start_again_together(check_vma, damage):
 ALL_OF_IT = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), axis_name="data")
 
 
-WAYS = [{}, {"check_vma": False}, {"sharding": "auto"}]
+WAYS = [{}, {"sharding": "auto"}]
 
 
 @sweep(*[(way, 1.0) for way in WAYS], ({}, None), options=WAYS, clip_norm=[None, 1.0])

@@ -304,18 +304,6 @@ def test_a_long_round_counts_whole_beside_a_short_one_and_a_loud_one_does_not():
     np.testing.assert_allclose(loud, (1 + 1 + 10) / 3, rtol=1e-5)
 
 
-def test_progress_that_the_outer_optimizer_refuses_stays_with_its_worker():
-    compression = demo_optax.Compression(64, 8, transform="identity")
-    weight = dict(gradient_weight=lambda _: jnp.float32(jnp.inf))
-    sent = demo_optax.decoupled(optax.sgd(1.0), compression, decay=0.9, **weight)
-    tx, x = demo_optax.local_steps(optax.sgd(RATE), sent, EVERY), START
-    init, send, apply = halves_of(tx)
-    outbox, state = send(full(-1 / RATE), init(x), x, worker=0, ends_round=True)
-    updates, state = apply(outbox.packets, outbox, state, x, worker=0)
-    np.testing.assert_array_equal(updates, 0.0)
-    np.testing.assert_array_equal(state.displacement, 1.0)
-
-
 def test_merge_must_be_a_part_of_the_way():
     with pytest.raises(ValueError, match=r"merge must lie in \[0, 1\), not 1.5"):
         rounds(merge=1.5)

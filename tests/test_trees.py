@@ -3,13 +3,11 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import demo_optax
-from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
 MATRIX = np.ones((8, 10), np.float32)
@@ -50,24 +48,3 @@ def test_a_tree_without_numbers_is_no_error(params):
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert state.metrics.participants == 1
     assert state.metrics.sent_share == 0
-
-
-@sweep("random", transform=["dct", "random"])
-def test_momentum_keeps_the_dtype_that_is_asked_for(transform):
-    def tx(dtype):
-        compression = demo_optax.Compression(4, 8, transform=transform)
-        return demo_optax.decoupled_momentum(
-            0.9, compression, gradient_weight=1.0, momentum_dtype=dtype
-        )
-
-    params = {"w": MATRIX[:8, :8]}
-    narrow = tx(jnp.bfloat16)
-    state, update = narrow.init(params), jax.jit(narrow.update)
-    updates, state = update(params, state)
-    # Only what is stored is rounded, so the first update is none the worse for it.
-    expected, _ = step(params, tx(jnp.float32))
-    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-6)
-    assert state.momentum["w"].dtype == jnp.bfloat16
-    updates, state = update(params, state)
-    assert updates["w"].dtype == jnp.float32
-    assert state.momentum["w"].dtype == jnp.bfloat16

@@ -17,6 +17,7 @@ equal on all of them and changes in the one program that they share. Where a fau
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from demo_optax._src import axes, checks
-from demo_optax._src.arrays import Blocks, IntScalar, in_dtype_of, zero_unless
+from demo_optax._src.arrays import IntScalar, in_dtype_of, widest, zero_unless
 from demo_optax._src.axes import AxisName
-from demo_optax._src.compression import Compression, Plan, make_plan, transforms
-from demo_optax._src.compression.plan import Part, Shape
+from demo_optax._src.compression import Compression, Plan, make_plan
+from demo_optax._src.compression.blocks import BlockGeometry
+from demo_optax._src.compression.plan import Shape
 from demo_optax._src.exchange import AllGather, Outbox, TwoPhase
 from demo_optax._src.exchange.protocol import IN_ROUND, MESSAGE, Pending
 from demo_optax._src.local_state import LocalStepsState, nodes
@@ -55,18 +57,18 @@ class Cutter:
     def put(self, fragment: Fragment, tree, number: IntScalar) -> Any:
         """Returns a tree of tensors in which one fragment is replaced."""
         leaves, structure = jax.tree.flatten(tree)
-        plan, sections, rows = self._plan(leaves), self.sections(tree), []
-        for sides, section, old, new in zip(
-            plan.sides, plan.sections, sections, fragment, strict=True
-        ):
-            each = jnp.arange(self.count, dtype=jnp.int32).reshape(1, -1, *[1] * len(sides))
+        tensors = list(leaves)
+        members = self._members(leaves)
+        for own, old, new in zip(members, self.sections(tree), fragment, strict=True):
+            each = jnp.arange(self.count, dtype=jnp.int32).reshape(1, -1, *[1] * (new.ndim - 1))
             # A select, unlike an update of a slice, becomes a part of what uses the result.
-            blocks = jnp.where(each == number, new[:, None], old)
-            blocks = blocks.reshape(-1, *sides)[: section.num_blocks]
-            rows.append(transforms.forward(blocks, sides, None).reshape(len(blocks), -1))
-        parts = zip(plan.parts, plan.split_rows(rows), strict=True)
-        tensors = [x for part, own in parts for x in part.inverse(own, jnp.int32(0))]
-        return structure.unflatten(map(in_dtype_of, tensors, leaves))
+            blocks = jnp.where(each == number, new[:, None], old).reshape(-1, *new.shape[1:])
+            ends = itertools.accumulate(geometry.num_blocks for _, geometry in own)
+            # The last piece is what fills the section up.
+            pieces = jnp.split(blocks, list(ends))[:-1]
+            for (i, geometry), piece in zip(own, pieces, strict=True):
+                tensors[i] = in_dtype_of(geometry.join(piece), leaves[i])
+        return structure.unflatten(tensors)
 
     def sections(self, tree) -> Any:
         """Returns the blocks of each section, ``(rows, count, *sides)``, filled up with zeros.
@@ -76,24 +78,22 @@ class Cutter:
         tensors = jax.tree.leaves(tree)
         if not tensors:
             return tree
-        plan = self._plan(tensors)
-
-        def blocks_of(part: Part, tensors) -> list[Blocks]:
-            coefficients = part.forward(tensors, jnp.int32(0))
-            each = zip(coefficients, part.groups, strict=True)
-            return [transforms.inverse(x.reshape(len(x), -1), one.sides, None) for x, one in each]
-
-        def filled(blocks: Blocks) -> Array:
+        dtype, filled = widest(*[x.dtype for x in tensors]), []
+        for own in self._members(tensors):
+            blocks = jnp.concatenate([each.cut(tensors[i].astype(dtype)) for i, each in own])
             sides = blocks.shape[1:]
             blocks = jnp.pad(blocks, [(0, -len(blocks) % self.count), *[(0, 0) for _ in sides]])
-            return blocks.reshape(-1, self.count, *sides)
+            filled.append(blocks.reshape(-1, self.count, *sides))
+        return tuple(filled)
 
-        return tuple(map(filled, plan.join(map(blocks_of, plan.parts, plan.per_part(tensors)))))
-
-    def _plan(self, tensors) -> Plan:
-        """Returns the plan that cuts tensors into blocks and leaves their elements as they are."""
-        plain = dataclasses.replace(self.compression, transform="identity")
-        return make_plan(plain, tuple(x.shape for x in tensors))
+    def _members(self, tensors) -> list[list[tuple[int, BlockGeometry]]]:
+        """Returns the tensors of each section, by their numbers, and how they are cut."""
+        sections: dict[Shape, list] = {}
+        for number, x in enumerate(tensors):
+            geometry = self.compression.momentum_format.geometry(x.shape)
+            if geometry.num_blocks:
+                sections.setdefault(geometry.block_shape, []).append((number, geometry))
+        return list(sections.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,14 +156,7 @@ def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
     return structure.unflatten(new), total, restarted
 
 
-def keep_local_state(
-    new,
-    old,
-    varies_over_workers,
-    participates: BoolScalar,
-    axis_name: AxisName,
-    sharded: tuple[str, ...],
-):
+def keep_local_state(new, old, varies_over_workers, participates: BoolScalar):
     """Keeps the old value of leaves that vary over workers, on a worker that skipped the step.
 
     One bad batch thus destroys no second moment. States whose type says ``handles_nonfinite`` do
@@ -175,14 +168,14 @@ def keep_local_state(
             return new
         if _is_injected(new):
             inner = new.inner_state, old.inner_state, varies_over_workers.inner_state
-            kept = keep_local_state(*inner, participates, axis_name, sharded)
+            kept = keep_local_state(*inner, participates)
             return new._replace(inner_state=kept)
         if isinstance(new, LocalStepsState):
             if jax.tree.leaves(new.displacement):  # local_steps decides by itself
                 return new
             took_part = participates | (old.weight > 0)
             outer = new.outer, old.outer, varies_over_workers.outer
-            return new._replace(outer=keep_local_state(*outer, took_part, axis_name, sharded))
+            return new._replace(outer=keep_local_state(*outer, took_part))
         if getattr(type(new), "handles_nonfinite", False) or not varies_over_workers:
             return new
         return jnp.where(participates, new, reusable(old))

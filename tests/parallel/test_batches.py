@@ -1,4 +1,4 @@
-"""What a step is told of its batch, and what a user's own function measures of it."""
+"""What a step is told of its batch, and on which mesh it lies."""
 
 import functools
 
@@ -6,7 +6,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -86,39 +85,6 @@ def test_devices_of_a_worker_may_share_a_batch_smaller_than_their_number(mode):
     assert_same(found, expected)
     with pytest.raises(ValueError, match="cannot be divided among 8 devices"):
         train(range(1), batch=rows, sharding=MODES[mode])
-
-
-@sweep("manual", mode=MODES)
-def test_custom_metrics_see_whole_gradients_of_one_worker(mode):
-    specs = {"out": P("fsdp")}
-
-    def measure(gradients, updates, params):
-        shapes = jax.tree.map(jnp.shape, (gradients, updates, params))
-        assert shapes == ({"out": (12, 3)},) * 3
-        return {"gradient": optax.tree.norm(gradients), "out": updates["out"], "was": params["out"]}
-
-    start, batch = model.one_matrix(), model.stacked(model.batch(0), WORKERS)
-    options = dict(sharding=MODES[mode], metrics_fn=measure)
-    params, _, [metrics] = train(range(1), param_specs=P(), **options)
-    *_, [sharded] = train(range(1), param_specs=specs, **options)
-    gradients = jax.jit(jax.vmap(jax.grad(model.linear_loss), (None, 0)))(start, batch)
-    norms = [np.linalg.norm(gradient) for gradient in gradients["out"]]
-    for found in (metrics.custom, sharded.custom):
-        np.testing.assert_allclose(found["gradient"], norms, rtol=1e-5)
-        np.testing.assert_array_equal(found["was"], np.stack([start["out"]] * WORKERS))
-    moved = np.asarray(params["out"]) - np.asarray(start["out"])
-    for update in metrics.custom["out"]:
-        np.testing.assert_allclose(update, moved, rtol=1e-3, atol=1e-6)
-
-
-def test_custom_metrics_are_clipped_gradients():
-    *_, [metrics] = train(
-        range(1),
-        clip_norm=0.01,
-        metrics_fn=lambda gradients, updates, params: optax.tree.norm(gradients),
-    )
-    assert np.all(np.asarray(metrics.gradient_norm) > 0.02)
-    np.testing.assert_allclose(metrics.custom, 0.01, rtol=1e-5)
 
 
 @sweep("sharded", specs=["whole", "sharded"])

@@ -29,17 +29,6 @@ def test_value_and_gradient_are_those_of_the_workers_own_data(mode):
             np.testing.assert_allclose(gradients[n][worker], gradient[n], rtol=1e-4, atol=1e-6)
 
 
-def test_plain_gradients_are_summed_by_shard_map():
-    """Why there is a function for it."""
-    params, batch = model.init(), model.batch(0)
-    gradients = gradients_of_all(jax.grad(model.loss), "shard_map")(params, model.stacked(batch))
-    parts = [jax.grad(model.loss)(params, model.part(batch, i)) for i in range(model.WORKERS)]
-    for n in params:
-        total = sum(part[n] for part in parts)
-        for of_worker in gradients[n]:
-            np.testing.assert_allclose(of_worker, total, rtol=1e-4, atol=1e-5)
-
-
 def test_options_of_value_and_grad_are_passed_on():
     def loss_and_aux(params, batch):
         return model.loss(params, batch), batch["x"].sum()

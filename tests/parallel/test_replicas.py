@@ -257,12 +257,6 @@ def test_it_is_called_outside_of_jit():
         jax.jit(lambda x: check_replicas(x, MESH))(TREE["int321"])
 
 
-@pytest.mark.parametrize("axis_name", ["fsdp", ("data", "fsdp"), None])
-def test_the_mesh_must_have_the_axis(axis_name):
-    with pytest.raises(ValueError, match="axes"):
-        check_replicas(TREE, MESH, axis_name)
-
-
 TX = demo_optax.demo(5e-3, demo_optax.Compression(4, 6), decay=0.95, axis_name="data")
 
 

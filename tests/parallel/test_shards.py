@@ -23,7 +23,6 @@ SHAPES = {"hidden": (12, 32), "bias": (32,), "out": (32, 3)}
 SPECS = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")}
 WAYS = {
     "manual": {},
-    "manual, unchecked": dict(check_vma=False),
     "mapped": dict(sharding="auto"),
 }
 SMALL = demo_optax.Compression(4, 8)
@@ -127,7 +126,7 @@ def test_two_sharded_axes_follow_none(way):
     )
 
 
-@sweep("manual, unchecked", way=WAYS)
+@sweep("manual", way=WAYS)
 def test_a_worker_of_several_devices_may_hold_whole_parameters(way):
     mesh = mesh_of(2, 4, names=("local",))
     ours = train(mesh, None, **WAYS[way])
@@ -169,7 +168,7 @@ def test_only_the_packet_crosses_between_workers(name, way):
     assert {one.groups for one in inside} == {((0, 1), (2, 3))}
 
 
-@sweep("manual, unchecked", way=WAYS)
+@sweep("manual", way=WAYS)
 def test_packets_of_whole_parameters_cross_in_parts(way):
     mesh = mesh_of(2, 4, names=("local",))
     sent = sent_by_a_step(mesh, None, way)
@@ -177,51 +176,6 @@ def test_packets_of_whole_parameters_cross_in_parts(way):
     assert (part.kind, part.dtype) == ("all-gather", "u32")
     packet = demo_optax.packet_bytes(SGD, params(), "replica")
     assert part.operand_bytes == 512 * math.ceil(packet / 4 / 512)
-
-
-def test_the_optimizer_gathers_no_momentum():
-    """What it sends inside a worker is a few numbers, and what all shards hold in common."""
-    mesh = mesh_of(2, 2)
-    tx = demo_optax.stack_workers(SGD, mesh, "replica", SPECS)
-    state = tx.init(params())
-    specs = (SPECS, demo_optax.state_specs(SGD, params(), mesh, "replica", SPECS))
-    gradient, opt_state = jax.device_put(
-        (params(), state), jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    )
-
-    def update(gradient, state):
-        local = jax.lax.pcast(gradient, "replica", to="varying")
-        return tx.update(local, state, gradient)
-
-    program = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=specs)).lower(
-        gradient, opt_state
-    )
-    sent = hlo.collectives(program.compile().as_text())
-    assert len([one for one in sent if one.crosses(mesh, "replica")]) == 1
-    within = [one for one in sent if not one.crosses(mesh, "replica")]
-    assert {one.kind for one in within} == {"all-reduce"}
-    bias = 32 * 4
-    numbers = 4 * 8
-    assert sum(one.operand_bytes for one in within) <= bias + bias + numbers
-
-
-@sweep(way=["manual", "mapped"])
-def test_memory_of_a_device_halves(way):
-    def held(fsdp):
-        specs = {"hidden": P(None, "fsdp"), "out": P("fsdp"), "bias": P("fsdp")}
-        values, state, *_ = train(mesh_of(2, fsdp), specs, steps=1, **WAYS[way])
-        first = jax.devices()[0]
-        return [
-            sum(
-                shard.data.nbytes
-                for leaf in jax.tree.leaves(tree)
-                for shard in leaf.addressable_shards
-                if shard.device == first
-            )
-            for tree in (values, state[0].momentum)
-        ]
-
-    assert [2 * size for size in held(2)] == held(1)
 
 
 @sweep("mapped", way=WAYS)

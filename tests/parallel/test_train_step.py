@@ -40,10 +40,8 @@ def median_norm():
     return float(np.median([norm(gradient) for gradient in gradients_of_workers()]))
 
 
-@sweep(True, check_vma=[True, False])
-def test_loss_and_gradient_norm_are_each_workers_own(check_vma):
-    options = dict(check_vma=check_vma, clip_norm=median_norm())
-    *_, [metrics] = train(PLAIN_SGD, range(1), **options)
+def test_loss_and_gradient_norm_are_each_workers_own():
+    *_, [metrics] = train(PLAIN_SGD, range(1), clip_norm=median_norm())
     losses = [loss for loss, _ in of_workers()]
     np.testing.assert_allclose(metrics.loss, losses, rtol=1e-5)
     norms = [norm(gradient) for gradient in gradients_of_workers()]
@@ -75,7 +73,7 @@ def test_exchange_metrics_are_energies_of_what_is_sent_and_kept(alpha):
 
 def test_clipping_acts_on_each_local_gradient():
     gradients, limit = gradients_of_workers(), median_norm()
-    params, *_ = train(PLAIN_SGD, range(1), check_vma=True, clip_norm=limit)
+    params, *_ = train(PLAIN_SGD, range(1), clip_norm=limit)
     scales = [min(1.0, limit / norm(gradient)) for gradient in gradients]
     for n, start in model.affine().items():
         clipped = [s * g[n] for s, g in zip(scales, gradients, strict=True)]

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
-from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -76,11 +74,6 @@ def test_state_in_front_of_the_exchange_is_local_and_behind_it_shared():
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
-def test_state_of_the_preconditioner_is_local():
-    tx = demo_optax.demo(1e-3, precondition=optax.scale_by_rms(), axis_name="data")
-    assert same(specs_of(tx)[0].precondition, LOCAL)
-
-
 def test_state_grows_a_worker_axis_where_its_specs_say_so():
     tx = demo_optax.demo_adamw(1e-3, SMALL, axis_name="data")
     params = model.one_matrix()
@@ -94,13 +87,6 @@ def test_state_grows_a_worker_axis_where_its_specs_say_so():
         tx.init(params),
         specs_of(tx),
     )
-
-
-def test_map_params_finds_the_momentum_in_a_stacked_state():
-    tx = demo_optax.demo(1e-3, axis_name="data")
-    state = demo_optax.init_opt_state(tx, model.one_matrix(), workers.mesh_of(8))
-    specs = optax.tree.map_params(tx, lambda _: LOCAL, state, transform_non_params=lambda _: SHARED)
-    assert specs == specs_of(tx)
 
 
 def in_rounds(**options):
@@ -149,68 +135,6 @@ def test_partition_leaves_each_part_its_own_optimizer(mode):
         assert_close({n: updates[n] for n in matrices}, theirs[step])
         expected, state = adam_update(scaled(bias, 1 + step), state)
         assert_close({"bias": updates["bias"]}, expected)
-
-
-def test_linen_train_state_holds_a_stacked_optimizer():
-    class Network(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return linen.Dense(3)(x)
-
-    network, batch, mesh = Network(), model.batch(0), workers.mesh_of(8)
-    params = network.init(jax.random.key(0), batch["x"])["params"]
-    plain = demo_optax.demo(5e-3, SMALL, axis_name="data")
-    state = TrainState.create(
-        apply_fn=network.apply, params=params, tx=demo_optax.stack_workers(plain, mesh)
-    )
-
-    def loss_fn(params, batch):
-        return jnp.mean(jnp.square(network.apply({"params": params}, batch["x"]) - batch["y"]))
-
-    def worker(state, batch):
-        _, gradient = demo_optax.local_value_and_grad(loss_fn, "data")(state.params, batch)
-        return state.apply_gradients(grads=gradient)
-
-    specs = jax.tree.map(lambda _: SHARED, state).replace(
-        opt_state=demo_optax.state_specs(plain, params, mesh)
-    )
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), (specs, P("data")))
-    step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs))
-    ready_made = demo_optax.make_train_step(loss_fn, plain, mesh)
-    expected, opt_state = (
-        jax.tree.map(jnp.copy, params),
-        demo_optax.init_opt_state(plain, params, mesh),
-    )
-    for i in range(3):
-        state = jax.block_until_ready(step(*jax.device_put((state, model.batch(i)), shardings)))
-        expected, opt_state, _ = jax.block_until_ready(
-            ready_made(expected, opt_state, model.batch(i))
-        )
-    assert int(state.step) == 3
-    chex.assert_trees_all_equal(state.params, expected)
-    chex.assert_trees_all_equal(state.opt_state, opt_state)
-
-
-def test_nnx_model_trains_by_split_and_merge():
-    network = nnx.Linear(12, 3, use_bias=False, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(network, nnx.Param)
-
-    def loss_fn(params, batch):
-        return jnp.mean(jnp.square(nnx.merge(graph, params)(batch["x"]) - batch["y"]))
-
-    mesh, tx = (
-        workers.mesh_of(8),
-        demo_optax.demo(5e-3, SMALL, axis_name="data"),
-    )
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    step = demo_optax.make_train_step(loss_fn, tx, mesh)
-    losses = []
-    for i in range(60):
-        params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
-        losses.append(float(metrics.loss.mean()))
-    assert np.mean(losses[-10:]) < 0.7 * np.mean(losses[:3])
-    nnx.update(network, params)
-    np.testing.assert_array_equal(network.kernel[...], *jax.tree.leaves(params))
 
 
 OWN = {

@@ -4,16 +4,16 @@ A worker's loss sees its own part of the batch. `gradients_on_device` differenti
 device, and `stacked_gradients` maps that over the workers.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import keystr
 
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import energy, upcast
@@ -72,13 +72,8 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
         for i in differentiated:
             checks.real_leaves(f"argument {i}", local[i])
             local[i] = axes.as_varying(local[i], axis_name)
-        try:
+        with _explained():
             results = value_and_grad(*local, **kwds)
-        except (TypeError, ValueError) as error:
-            is_about_types = any(word in str(error) for word in ("{V:", "varying", "manual axis"))
-            if is_about_types and axes.manual_names(axis_name):
-                error.add_note(_VARYING)
-            raise
         value = results[0][0] if kwargs.get("has_aux") else results[0]
         same = set(axes.names(axis_name)) - axes.varying(value)
         if same and axes.types_are_tracked(axis_name):
@@ -93,12 +88,35 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
     return wrapped
 
 
-_VARYING = (
-    "The types of values that differ between workers name the workers' axis, and JAX compares "
-    "types in loops, branches and custom derivatives, so that a loop that starts from zeros fails. "
-    "Give make_train_step either check_vma=False, which SwarmWorker and jax.shard_map take too, or "
-    "sharding='auto'. See docs/how_to/troubleshoot.md for what they cost."
-)
+_ADVICE = {
+    ("{V:", "varying", "manual axis"): (
+        "The types of values that differ between devices name the axes, and JAX compares types in "
+        "loops, branches and custom derivatives, so that a loop that starts from zeros fails. Give "
+        "make_train_step sharding='auto' if a worker has several devices, or a jax.shard_map of "
+        "your own check_vma=False. See docs/how_to/troubleshoot.md for what they cost."
+    ),
+    ("unbound axis name",): (
+        "The loss is that of one worker, and the workers' axis is not bound in it: leave out pmean "
+        "and psum over the workers, since the optimizer exchanges. The results have the losses and "
+        "the aux of all workers."
+    ),
+    ("of type Auto",): (
+        "The loss is mapped over the workers on a mesh whose axes are all Auto: leave out "
+        "out_sharding and jax.sharding.reshard, or use jax.lax.with_sharding_constraint instead."
+    ),
+}
+"""What to do about errors of JAX, by words in their texts."""
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (NameError, TypeError, ValueError) as error:
+        for words, advice in _ADVICE.items():
+            if any(word in str(error) for word in words):
+                error.add_note(advice)
+        raise
 
 
 class WorkerGradients(NamedTuple):
@@ -159,10 +177,6 @@ def gradients_on_device(
                 if is_of_call:
                     error.add_note(_ARGUMENTS)
                 raise
-            except NameError as error:
-                if "axis name" in str(error):
-                    error.add_note(_NO_AXIS)
-                raise
             if stateful:
                 return out
             if not isinstance(out, (tuple, list)):
@@ -203,12 +217,6 @@ def gradients_on_device(
     return on_device
 
 
-_NO_AXIS = (
-    "The loss is that of one worker, and the workers' axis is not bound in it: leave out pmean and "
-    "psum over the workers, since the optimizer exchanges. make_train_step(metrics_fn=...) and "
-    "results.loss have the values of all workers."
-)
-
 _ARGUMENTS = (
     "A loss function is called with the parameters and each worker's own part of the batch. With "
     "stateful=True a model state stands between them. A key comes last, with "
@@ -216,12 +224,11 @@ _ARGUMENTS = (
 )
 
 
-def stacked_results_specs(specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Returns the specs of stacked results, in which each device has its own aux."""
-    worker_spec = P(axis_name)
-    aux_spec = P((*axes.names(axis_name), *shards.inner_axes(mesh, axis_name)))
-    gradient_specs = shards.stacked_specs(specs, axis_name)
-    return WorkerGradients._make((worker_spec, aux_spec, worker_spec, worker_spec, gradient_specs))
+def stacked_results_specs(specs, axis_name: AxisName, inner: tuple[str, ...] = ()):
+    """Returns the specs of stacked results, with an aux of each worker or each of its devices."""
+    of_worker, of_device = P(axis_name), P((*axes.names(axis_name), *inner))
+    gradients = shards.stacked_specs(specs, axis_name)
+    return WorkerGradients._make((of_worker, of_device, of_worker, of_worker, gradients))
 
 
 def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: Collection[int]):
@@ -239,24 +246,13 @@ def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: C
     return state, batch, tuple(key)
 
 
-def require_differentiable(params) -> None:
-    """Refuses leaves that have no real gradient, such as the random keys of a whole model."""
-    checks.real_leaves("params", params)
-    for path, x in jax.tree.leaves_with_path(checks.shapes_of("params", params)):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise TypeError(
-                f"params{keystr(path)} has the dtype {x.dtype}, which has no gradient: "
-                f"{checks.SPLIT}"
-            )
-
-
 def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
     """Computes loss, model state, aux and gradient of a worker's batch.
 
     Loss and gradient are averaged over microbatches; the model state passes from one to the next.
     """
-    value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=True)
-    state = axes.as_varying(state, axis_name)
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+    params, state = axes.as_varying((params, state), axis_name)
     if microbatches == 1:
         (loss, (state, aux)), gradient = value_and_grad(params, state, batch, *key)
         return loss, state, aux, gradient
@@ -399,11 +395,9 @@ def worker_gradients(
     )
 
     def at_params(params, *args, opt_state=None):
-        require_differentiable(params)
+        checks.floating_leaves(params)
         state, batch, key = split_arguments(args, ("params",), stateful, (0, 1))
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
-        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        copies = shards.copies(params, mesh, axis_name, specs)
         if opt_state is None:
             raise TypeError(
                 "worker_gradients got no opt_state, but with local steps or a look-ahead, as of "
@@ -411,8 +405,7 @@ def worker_gradients(
                 "the optimizer's state: call gradients(params, batch, opt_state=opt_state). For "
                 "gradients at the shared parameters give opt_state=()."
             )
-        own = local_parameters(copies, opt_state)
-        return gradients_of(own, state, batch, *key, params_are_replicated=own is params)
+        return gradients_of(params, opt_state, state, batch, *key)
 
     return at_params
 
@@ -428,158 +421,102 @@ def stacked_gradients(
     stateful: bool,
     param_specs,
     batch_specs,
-    check_vma: bool = True,
 ) -> Callable:
-    """Returns ``fn(params, state, batch, *key, params_are_replicated) -> WorkerGradients``.
+    """Returns ``fn(params, opt_state, state, batch, *key) -> WorkerGradients``.
 
-    The model state is stacked over the workers, and so are the parameters, unless simulated workers
-    share one copy of them (``params_are_replicated``). If ``manual``, the loss runs in a
+    Each worker has its entry of the stacked model state, and differentiates at its own parameters,
+    of which ``opt_state`` holds the displacement. If ``manual``, the loss runs in a
     ``jax.shard_map`` over all axes: each device gathers the parameters and sees its own part of the
     batch, and the devices of a worker average their gradients. Otherwise the loss is mapped over
-    the workers.
+    the workers, on a mesh whose axes are all Auto.
     """
+    inner = shards.inner_axes(mesh, axis_name)
     on_device = gradients_on_device(
         loss_fn,
         axis_name if manual else None,
-        shards.inner_axes(mesh, axis_name) if manual else (),
+        inner if manual else (),
         microbatches=microbatches,
         clip_norm=clip_norm,
         stateful=stateful,
     )
-    if not manual and isinstance(mesh, Mesh):
-        _require_one_axis_type(mesh, microbatches)
     workers = shards.num_workers(mesh, axis_name)
 
-    def in_shard_map(params, state, batch, key, specs, leaf_batch_specs, rows, _):
+    def over_devices(params, state, batch, key, specs, leaf_batch_specs, rows):
         def compute(params, state, batch, key):
             params, state = jax.tree.map(lambda x: x[0], (params, state))
-            results = on_device(params, state, batch, key, specs, rows)
-            return jax.tree.map(lambda x: jnp.asarray(x)[None], results)
+            fn = jax.jit(lambda *args: on_device(*args, specs, rows), inline=True)
+            args = params, state, batch, key
+            if axes.bytes_handed_over(fn.trace(*args).jaxpr, axis_name) != 0:
+                raise ValueError(
+                    f"the loss hands values to a collective over the workers of {axis_name!r}, but "
+                    "it is that of one worker, and the optimizer exchanges. Leave out pmean and "
+                    "psum over the workers: the results have the losses and the aux of all of them."
+                )
+            return jax.tree.map(lambda x: x[None], fn(*args))
 
-        stacked_specs = shards.stacked_specs(specs, axis_name)
         return jax.shard_map(
             compute,
             mesh=mesh,
-            in_specs=(stacked_specs, P(axis_name), leaf_batch_specs, P()),
-            out_specs=stacked_results_specs(specs, mesh, axis_name),
-            check_vma=check_vma,
+            in_specs=(shards.stacked_specs(specs, axis_name), P(axis_name), leaf_batch_specs, P()),
+            out_specs=stacked_results_specs(specs, axis_name, inner),
+            # Types tell which sums in a loss over a worker's own devices its gradient repeats.
+            check_vma=any(mesh.shape[name] > 1 for name in inner),
         )(params, state, batch, key)
 
-    def mapped(params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated):
+    def over_workers(params, state, batch, key, specs, leaf_batch_specs, rows, are_shared):
         def compute_worker(params, state, batch, *key):
             whole = jax.tree.map(lambda _: P(), params)
             return on_device(params, state, batch, key, whole, rows)
 
-        batch = split_workers(batch, leaf_batch_specs, rows, mesh, axis_name)
-        keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
-        keys = shards.constrain_sharding(keys, mesh, P(axis_name))
-        structure: Any = jax.tree.structure(batch)
-        batch_axes = structure.unflatten(rows)
-        compute_workers = jax.vmap(
-            compute_worker,
-            (None if params_are_replicated else 0, 0, batch_axes, *[0 for _ in key]),
-            spmd_axis_name=None if isinstance(mesh, AbstractMesh) else axis_name,
-        )
-        results = compute_workers(params, state, batch, *keys)
-        stacked_specs = shards.stacked_specs(specs, axis_name)
-        gradients = shards.constrain_sharding(results.gradients, mesh, stacked_specs)
-        return results._replace(gradients=gradients)
+        with shards.auto_axes(mesh) as (auto, on_auto):
+            params, state, batch, key = on_auto((params, state, batch, key))
+            batch = split_workers(batch, leaf_batch_specs, rows, auto, axis_name)
+            keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
+            structure: Any = jax.tree.structure(batch)
+            batch_axes = structure.unflatten(rows)
+            results = jax.vmap(
+                compute_worker,
+                (None if are_shared else 0, 0, batch_axes, *[0 for _ in key]),
+                spmd_axis_name=None if isinstance(mesh, AbstractMesh) else axis_name,
+            )(params, state, batch, *shards.constrain_sharding(keys, auto, P(axis_name)))
+            results_specs = stacked_results_specs(specs, axis_name)
+            gradients = shards.constrain_sharding(results.gradients, auto, results_specs.gradients)
+            results = results._replace(gradients=gradients)
+        return results if mesh == auto else shards.constrain_sharding(results, mesh, results_specs)
 
-    def compute(params, state, batch, *key, params_are_replicated):
-        require_differentiable(params)
-        batch, given = jax.tree.map(jnp.asarray, batch), batch_specs
-        if given is None and not manual:
-            given = typed_batch_specs(batch, mesh, axis_name)
+    def compute(params, opt_state, state, batch, *key):
+        batch = jax.tree.map(jnp.asarray, batch)
+        every = P(axes.names(axis_name) + (inner if manual else ()))
+        given = every if batch_specs is None else batch_specs
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         leaf_batch_specs = shards.batch_leaf_specs(batch, given, mesh, axis_name)
         rows = shards.row_dimensions(leaf_batch_specs, axis_name)
-        gradients_of = in_shard_map if manual else mapped
-        return gradients_of(
-            params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated
-        )
+        own = local_parameters(shards.copies(params, mesh, axis_name, specs), opt_state)
+        args = own, state, batch, key, specs, leaf_batch_specs, rows
+        with _explained():
+            # Simulated workers share one copy of the parameters, unless they have their own.
+            return over_devices(*args) if manual else over_workers(*args, own is params)
 
     return compute
 
 
-def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None:
-    if len(set(mesh.axis_types)) > 1:
-        raise ValueError(
-            f"stacked gradients need a mesh whose axes are all Auto or all Explicit, not "
-            f"{mesh.axis_types}: make it with one kind, as in jax.make_mesh(shape, names, "
-            "(jax.sharding.AxisType.Auto,) * len(names))."
-        )
-    if microbatches > 1 and AxisType.Explicit in mesh.axis_types:
-        raise ValueError(
-            f"microbatches={microbatches} of stacked gradients need a mesh whose axes are Auto, "
-            f"not {mesh.axis_types}: make it with jax.make_mesh(shape, names, "
-            "(jax.sharding.AxisType.Auto,) * len(names)), or accumulate with "
-            "demo_optax.multi_steps."
-        )
-
-
-def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Returns PartitionSpecs that divide the first dimension of a traced batch among the workers.
-
-    If a leaf's type already divides a dimension among them, they divide that dimension. On an
-    Explicit mesh, where a loss sees the sharding of its batch, they keep the sharding inside a
-    worker.
-    """
-    worker_axes = axes.names(axis_name)
-    if AxisType.Explicit not in mesh.axis_types:
-        return P(worker_axes)
-
-    def typed_spec(x):
-        if needs_device_put(x, mesh):
-            return P(worker_axes)
-        entries = [axes.names(entry) for entry in jax.typeof(x).sharding.spec] or [()]
-        row = shards.row_dimensions(P(*entries), axis_name)[0] or 0
-        inner = tuple(name for name in entries[row] if name not in worker_axes)
-        entries[row] = worker_axes + inner
-        return P(*entries)
-
-    return jax.tree.map(typed_spec, batch)
-
-
 def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Adds an axis of workers before the rows of divided leaves, and puts all on the mesh."""
+    """Adds an axis of workers before the rows of divided leaves, on a mesh of Auto axes."""
     workers, worker_axes = shards.num_workers(mesh, axis_name), axes.names(axis_name)
 
-    def split(path, x, spec, row):
-        if needs_device_put(x, mesh):
-            given = jax.typeof(x).sharding.mesh
-            if not given.empty and given.size != mesh.size:
-                raise ValueError(
-                    f"batch{keystr(path)} lies on {given}, but the workers' mesh is {mesh}, which "
-                    f"has {mesh.size} devices and not {given.size}: give a batch on that mesh, as "
-                    f"by jax.device_put(x, jax.NamedSharding(mesh, jax.P({axis_name!r})))."
-                )
-            x = jax.device_put(x, NamedSharding(mesh, spec))
+    def split(x, spec, row):
         if row is None:
             return x
         shape = *x.shape[:row], workers, -1, *x.shape[row + 1 :]
-        inner = tuple(name for name in axes.names(spec[row]) if name not in worker_axes)
-        entries = *spec[:row], axis_name, inner or None, *spec[row + 1 :]
         if isinstance(mesh, AbstractMesh):
             return x.reshape(shape)
-        if AxisType.Explicit in mesh.axis_types:
-            return jnp.reshape(x, shape, out_sharding=NamedSharding(mesh, P(*entries)))
-        # Auto axes may divide the rest.
+        inner = tuple(name for name in axes.names(spec[row]) if name not in worker_axes)
+        entries = *spec[:row], axis_name, inner or None, *spec[row + 1 :]
+        # The compiler may divide the rest.
         free = [P.UNCONSTRAINED if entry is None else entry for entry in entries]
         free += [P.UNCONSTRAINED] * (len(shape) - len(free))
         return jax.lax.with_sharding_constraint(x.reshape(shape), NamedSharding(mesh, P(*free)))
 
     structure: Any = jax.tree.structure(batch)
-    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), rows, strict=True)
-    return structure.unflatten([split(path, x, spec, row) for (path, x), spec, row in leaves])
-
-
-def needs_device_put(x, mesh: Mesh | AbstractMesh) -> bool:
-    """Tells whether a traced array must be put on a mesh with devices before it is used there.
-
-    It must if its type names no mesh or a different one, and one of the two meshes is Explicit.
-    """
-    given = jax.typeof(x).sharding.mesh
-    same = (given.shape_tuple, given.axis_types) == (mesh.shape_tuple, mesh.axis_types)
-    is_explicit = AxisType.Explicit in (*given.axis_types, *mesh.axis_types)
-    simulated = isinstance(mesh, AbstractMesh)
-    return is_explicit and not (same or simulated or given.manual_axes)
+    leaves = zip(jax.tree.leaves(batch), jax.tree.leaves(specs), rows, strict=True)
+    return structure.unflatten([split(*of_leaf) for of_leaf in leaves])

@@ -39,6 +39,31 @@ def no_context_mesh() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def auto_axes(mesh: Mesh | AbstractMesh) -> Iterator[tuple[Mesh | AbstractMesh, Callable]]:
+    """Gives a mesh of the same devices whose axes are all Auto, and a function that moves arrays.
+
+    Inside, the types of arrays that were moved there name no axis, whatever mesh they come from.
+    """
+    if isinstance(mesh, AbstractMesh):
+        yield mesh, lambda tree: tree
+        return
+    auto = Mesh(mesh.devices, mesh.axis_names)
+
+    def move(x):
+        given = jax.typeof(x).sharding
+        if AxisType.Explicit not in given.mesh.axis_types or given.mesh.manual_axes:
+            return x
+        same = given.mesh.shape_tuple == mesh.shape_tuple
+        return jax.device_put(x, NamedSharding(auto, given.spec if same else P()))
+
+    context = contextlib.nullcontext()
+    if AxisType.Explicit in (*mesh.axis_types, *jax.sharding.get_abstract_mesh().axis_types):
+        context = jax.sharding.use_abstract_mesh(auto.abstract_mesh)
+    with context:
+        yield auto, functools.partial(jax.tree.map, move)
+
+
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
     names = axes.names(axis_name)
     if axis_name is None or any(name not in mesh.shape for name in names):

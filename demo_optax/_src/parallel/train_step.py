@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax._src import checks
 from demo_optax._src.axes import AxisName
-from demo_optax._src.local_state import has_exchanged, local_parameters
+from demo_optax._src.local_state import has_exchanged
 from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax._src.parallel import gradients, shards, worker_axis
 from demo_optax._src.parallel.layout import StateLayout, find_layout
@@ -36,7 +35,6 @@ class TrainMetrics(NamedTuple):
       aux: the aux of the loss function, with a leading axis of workers, or of all devices if
         ``sharding`` is ``"manual"`` and a worker has several. With ``microbatches`` above 1, an
         axis of microbatches follows.
-      custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last step of a round.
       exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
@@ -58,7 +56,6 @@ class TrainMetrics(NamedTuple):
     loss: jax.Array
     gradient_norm: jax.Array
     aux: Any
-    custom: Any
     exchanged: jax.Array
     exchange: ExchangeMetrics | None
     packet_bytes: int
@@ -74,10 +71,8 @@ def make_train_step(
     clip_norm: float | None = None,
     random_key: bool = False,
     stateful: bool = False,
-    check_vma: bool = True,
     param_specs=None,
     batch_specs=None,
-    metrics_fn: Callable | None = None,
     sharding: Sharding = "manual",
     donate: bool = True,
 ) -> Callable:
@@ -105,26 +100,21 @@ def make_train_step(
         keeps its own state, made by `init_model_state`, and never sends it; the devices of one
         worker average its floats. The state passes from one microbatch to the next, and does not
         change on a step whose gradient is not finite.
-      check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
-        are local and parameters replicated. Loops that start from zeros, such as those of RNNs,
-        need False, or ``sharding="auto"``.
       param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker:
         a tree or a prefix of one. By default each device holds all parameters.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
         dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
         a worker the same rows. ``P(None, axis_name)`` is for batches whose first dimension is
         time. ``P()`` is for leaves that are the same for all workers, such as scalars and masks.
-      metrics_fn: ``metrics_fn(gradients, updates, params)`` returns any tree of measurements of one
-        worker's clipped gradients, the updates and the parameters before the step. All have the
-        shapes and the sharding of the whole parameters. ``metrics.custom`` holds the results.
       sharding: what divides the work of ``loss_fn`` among the devices of a worker.
 
         * ``"manual"``, the step: ``loss_fn`` runs in a ``jax.shard_map`` over all axes of the mesh.
           It sees one device's part of the batch and whole parameters. The step gathers the
-          parameters and scatters the gradients.
+          parameters and scatters the gradients. If a worker has several devices, loops of the loss
+          that start from zeros, such as those of RNNs, need ``"auto"``.
         * ``"auto"``, the compiler: ``loss_fn`` is mapped over the workers, as by
           `worker_gradients`. It may hold any sharding constraints, and a ``jax.shard_map`` of its
-          own.
+          own. The axes of the mesh are all Auto inside.
       donate: whether parameters and state are donated to the step, so that it needs less memory.
 
     Returns:
@@ -172,35 +162,20 @@ def make_train_step(
         stateful=stateful,
         param_specs=param_specs,
         batch_specs=batch_specs,
-        check_vma=check_vma,
     )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
     def placed_step(layout, params, opt_state, state, batch, key, extra_args):
-        copies = shards.copies(params, mesh, axis_name, layout.params)
-        local = local_parameters(copies, opt_state)
-        results = gradients_of(local, state, batch, *key, params_are_replicated=local is params)
+        results = gradients_of(params, opt_state, state, batch, *key)
         updates, opt_state, sent = worker_axis.update_stacked(
-            tx,
-            layout,
-            results.gradients,
-            opt_state,
-            params,
-            extra_args,
-            jnp.isfinite(results.gradient_norm),
+            tx, layout, results.gradients, opt_state, params, extra_args
         )
-        custom = None
-        if metrics_fn is not None:
-            over = None if simulated else axis_name
-            measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
-            custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
         in_all: Any = None if sent is None else StaticInt(sent * mesh.size // workers)
         metrics = TrainMetrics(
             loss=results.loss,
             gradient_norm=results.gradient_norm,
             aux=results.aux,
-            custom=custom,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
             packet_bytes=in_all,
@@ -217,15 +192,6 @@ def make_train_step(
             layouts[key] = find_layout(tx, params, mesh, axis_name, param_specs)
         worker_axis.require_state(opt_state, layouts[key])
         return layouts[key]
-
-    @functools.lru_cache(8)
-    def specs_of_shapes(structure, shapes):
-        leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        return shards.batch_leaf_specs(structure.unflatten(leaves), batch_specs, mesh, axis_name)
-
-    def specs_of_batch(batch):
-        leaves, structure = jax.tree.flatten(batch)
-        return specs_of_shapes(structure, tuple(map(np.shape, leaves)))
 
     signature = ("params", "opt_state"), stateful, (random_key,)
     accepted: Any = (None, None)  # holds the signature of the arrays placed last, and their layout
@@ -244,7 +210,7 @@ def make_train_step(
             kept = True, not simulated, not simulated
             carried = shards.put(mesh, carried, specs, donated=donate, kept=kept)
             accepted = shards.signature(mesh, carried), layout
-        leaf_batch_specs = specs_of_batch(batch)
+        leaf_batch_specs = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
         if not simulated:
             shards.require_global(batch, leaf_batch_specs)
         specs, beside = (leaf_batch_specs, P(), P()), carried if donate else ()
@@ -259,7 +225,8 @@ def make_train_step(
         given = params, opt_state, state, batch, key, extra_args
         shapes = jax.eval_shape(lambda *given: given, *given)
         layout = layout_for(*shapes[:2])
-        specs = layout.params, layout.state, P(axis_name), specs_of_batch(shapes[3]), P(), P()
+        of_batch = shards.batch_leaf_specs(shapes[3], batch_specs, mesh, axis_name)
+        specs = layout.params, layout.state, P(axis_name), of_batch, P(), P()
         shardings = shards.shardings(mesh, jax.tree.broadcast(specs, shapes))
         placed = jax.tree.map(lambda x, y: x.update(sharding=y, weak_type=False), shapes, shardings)
         lowered = placed_step.lower(layout, *placed)

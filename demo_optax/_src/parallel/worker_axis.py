@@ -21,7 +21,7 @@ from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed, zero_unless
 from demo_optax._src.axes import PARAM_SPECS, AxisName, sharded_axes
 from demo_optax._src.compression.settings import require_words
-from demo_optax._src.local_state import LocalStepsState
+from demo_optax._src.local_state import LocalStepsState, nodes
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
@@ -52,13 +52,10 @@ def stack_workers(
 ) -> optax.GradientTransformationExtraArgs:
     """Gives ``tx`` a state whose worker-local leaves carry a leading worker axis.
 
-    The result must be the outermost transformation. Call ``init`` outside ``jax.shard_map``; it
-    places the state on the mesh. Call ``update`` in one of two places:
-
-    * In any ``jax.jit``, with *stacked* gradients ``(workers, *shape)`` from `worker_gradients`.
-      It runs the optimizer inside a ``jax.shard_map``, where each device has its own shards.
-    * Inside a ``jax.shard_map`` over all axes of the mesh, with one worker's gradient and state
-      entries.
+    The result must be the outermost transformation. ``init`` places the state on the mesh.
+    ``update``, in any ``jax.jit``, takes *stacked* gradients ``(workers, *shape)`` from
+    `worker_gradients`. It runs the optimizer inside a ``jax.shard_map``, where each device has its
+    own shards.
 
     A Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
     unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since the boxes
@@ -79,7 +76,6 @@ def stack_workers(
     """
     checks.require_unwrapped(tx)
     workers = shards.num_workers(mesh, axis_name)
-    worker_axes = set(axes.names(axis_name))
 
     def layout_for(params) -> StateLayout:
         return find_layout(tx, params, mesh, axis_name, param_specs)
@@ -88,26 +84,19 @@ def stack_workers(
         return init_opt_state(tx, params, mesh, axis_name, param_specs)
 
     def update_fn(updates, state, params=None, **extra_args):
-        manual = set(jax.sharding.get_abstract_mesh().manual_axes)
-        if not worker_axes & manual:
-            _require_outermost(updates)
-            require_stacked(updates, workers, "gradients", _MAKE_GRADIENTS, params)
-            one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
-            layout = layout_for(one)
-            require_state(state, layout)
-            return update_stacked(tx, layout, updates, state, params, extra_args)[:2]
-        if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
+        if axes.manual_names(axis_name):
             raise ValueError(
-                f"update is called inside of a shard_map that leaves the axes {left} to the "
-                "compiler: return its gradients from there, stacked (workers, *shape), and call "
-                "update outside, or make that shard_map over all axes of the mesh."
+                "update of demo_optax.stack_workers(...) is called inside of a jax.shard_map over "
+                f"the workers' axis {axis_name!r}: return the gradients from there, stacked "
+                "(workers, *shape), and call it outside. Or call the update of the optimizer "
+                "itself there, with one worker's entries of the state."
             )
-        specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
-        layout = layout_for(shards.whole_shapes(updates, specs, mesh))
-        require_state(state, layout, on_device=True)
-        old = own_entries(state, layout)
-        updates, new, _ = update_on_device(tx, layout, updates, old, params, extra_args)
-        return updates, stack_entries(new, layout)
+        _require_outermost(updates)
+        require_stacked(updates, workers, "gradients", _MAKE_GRADIENTS, params)
+        one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
+        layout = layout_for(one)
+        require_state(state, layout)
+        return update_stacked(tx, layout, updates, state, params, extra_args)[:2]
 
     def shardings_of(params):
         return shards.shardings(mesh, layout_for(params).state)
@@ -116,66 +105,51 @@ def stack_workers(
     return Stacked(init_fn, update_fn)
 
 
-def update_stacked(
-    tx, layout: StateLayout, gradients, state, params, extra_args, participates=None
-):
+def update_stacked(tx, layout: StateLayout, gradients, state, params, extra_args):
     """Runs the optimizer on stacked gradients, inside a ``jax.shard_map``.
 
-    All workers get the same ``extra_args``. Whether a worker participates follows from its
-    gradient, unless ``participates``, bools ``(workers,)``, say so. The third result is that of
-    `update_on_device`.
+    All workers get the same ``extra_args``. The third result is that of `update_on_device`.
     """
-    mesh = layout.mesh
-    specs = (
-        shards.stacked_specs(layout.params, layout.axis_name),
-        layout.state,
-        P() if params is None else layout.params,
-        P(layout.axis_name),
-    )
+    mesh, sent = layout.mesh, []
+    results = layout.params, layout.state
+    stacked = shards.stacked_specs(layout.params, layout.axis_name)
+    specs = stacked, layout.state, P() if params is None else layout.params
 
-    sent = []
-
-    def on_device(gradients, state, params, participates, extra_args):
-        gradient, participates = jax.tree.map(lambda x: x[0], (gradients, participates))
-        args = gradient, own_entries(state, layout), params, extra_args, participates
-        updates, new, number = update_on_device(tx, layout, *args)
+    def on_device(gradients, state, params, extra_args):
+        gradient, old = jax.tree.map(lambda x: x[0], gradients), own_entries(state, layout)
+        updates, new, number = update_on_device(tx, layout, gradient, old, params, extra_args)
         sent.append(number)
         return updates, stack_entries(new, layout)
 
-    args = shards.constrain_sharding((gradients, state, params, participates), mesh, specs)
-    results = layout.params, layout.state
+    args = shards.constrain_sharding((gradients, state, params), mesh, specs)
     on_workers = shards.map_workers(on_device, mesh, layout.axis_name, (*specs, P()), results)
     try:
         return *on_workers(*args, extra_args), sent[-1]
     except ValueError as error:
         if "out_axes" in str(error):  # simulated workers have no types
-            error.add_note(_SIMULATED.format(layout.axis_name))
+            what = "The optimizer's updates, or what all workers share of its state,"
+            error.add_note(_DRIFTS.format(what, layout.axis_name, ""))
         raise
 
 
 def update_on_device(
-    tx, layout: StateLayout, gradient, old, params, extra_args, participates=None
+    tx, layout: StateLayout, gradient, old, params, extra_args
 ) -> tuple[Any, Any, int | None]:
     """Computes the updates and state of one device from its worker's gradient and state.
 
-    ``participates`` tells whether the worker's gradient is finite, if that is known already. The
-    third result is the number of bytes that the device hands to collectives between workers.
+    The third result is the number of bytes that the device hands to collectives between workers.
     """
     structure: Any = jax.tree.structure(gradient)
     gradient, params = unboxed(gradient), unboxed(params)
     specs, axis_name = unboxed(layout.params), layout.axis_name
-    sharded = sharded_axes(specs)
-    if participates is None:
-        participates = participation.decide(gradient, axis_name, extra_args, sharded)
-    else:
-        participates &= extra_args.get(PARTICIPATES, True)
+    participates = participation.decide(gradient, axis_name, extra_args)
     inner = boxed_inside(tx, layout.params)
 
     @jax.jit
     def update(gradient, old, params, participates):
         extra = {**extra_args, PARTICIPATES: participates, PARAM_SPECS: specs}
         updates, new = inner.update(gradient, old, params, **extra)
-        return updates, shards.merge_shard_metrics(new, old, sharded)
+        return updates, shards.merge_shard_metrics(new, old, sharded_axes(specs))
 
     args = gradient, old, params, participates
     program = update.trace(*args).jaxpr
@@ -184,10 +158,11 @@ def update_on_device(
     everywhere = frozenset(shards.inner_axes(layout.mesh, axis_name))
     updates = shards.made_equal(updates, specs, everywhere, axis_name)
     new = shards.made_equal(new, layout.state, layout.copied_axes, axis_name)
-    new = participation.keep_local_state(
-        new, old, layout.varies_over_workers, participates, axis_name, sharded
-    )
-    _require_shared(new, layout)
+    marks = layout.varies_over_workers
+    new = participation.keep_local_state(new, old, marks, participates)
+    shared = jax.tree.map(lambda _: False, updates)
+    _require_equal("the optimizer's updates", "parameter", updates, shared, axis_name)
+    _require_equal("shared leaves of the optimizer's state", "leaf", new, marks, axis_name)
     updates = _zero_updates_of_nobody(updates, new)
     sent = axes.bytes_handed_over(program, axis_name)
     return structure.unflatten(jax.tree.leaves(updates)), new, sent
@@ -213,17 +188,13 @@ def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     return axes.trace_worker(trace, layout.mesh)[1]
 
 
-_SIMULATED = (
-    "The updates, or a leaf of the state that all workers share, differ between the simulated "
-    "workers of axis {0!r}. The optimizer must exchange over that axis, and what stands in front "
-    "of the exchange must stand there in an optax.chain."
-)
 _DRIFTS = (
-    "the optimizer's updates differ between the workers of axis {1!r}{0}, so their parameters "
-    "would drift apart unseen. It must exchange over that axis: give "
-    "demo_optax.decoupled_momentum (or demo_optax.demo, ...) axis_name={1!r}, or put "
-    "demo_optax.mean_over_workers({1!r}) in front of an ordinary optimizer. "
-    "To freeze parameters, leave optax.partition with optax.set_to_zero outermost."
+    "{0} differ between the workers of axis {1!r}{2}, so their parameters would drift apart "
+    "unseen. The optimizer must exchange over that axis: give demo_optax.decoupled_momentum (or "
+    "demo_optax.demo, ...) axis_name={1!r}, or put demo_optax.mean_over_workers({1!r}) in front of "
+    "an ordinary optimizer. What stands in front of the exchange must stand there in an "
+    "optax.chain; an optimizer of your own that exchanges names its local_fields. To freeze "
+    "parameters, leave optax.partition with optax.set_to_zero outermost."
 )
 
 
@@ -231,43 +202,34 @@ def _differs(x, axis_name: AxisName) -> bool:
     return not axes.varying(x).isdisjoint(axes.names(axis_name))
 
 
+def _require_equal(what: str, kind: str, tree, varies_over_workers, axis_name: AxisName) -> None:
+    """Refuses leaves that all workers share, but whose types say that they differ."""
+    marks = jax.tree.leaves(varies_over_workers)
+    for (path, x), is_local in zip(jax.tree.leaves_with_path(tree), marks, strict=True):
+        if not is_local and _differs(x, axis_name):
+            raise ValueError(_DRIFTS.format(what, axis_name, f" (first: {kind}{keystr(path)})"))
+
+
 def _frozen_zeros(program, updates, args, axis_name: AxisName):
     """Replaces updates that are zero although their type says that they differ between workers.
 
     An update counts as zero if it depends on no parameter, on no argument that differs between
-    workers and not on their numbers, as with ``optax.set_to_zero``. Any other that differs between
-    workers is refused.
+    workers and not on their numbers, as with ``optax.set_to_zero``.
     """
     gradient, old, params, participates = args
     is_local = [_differs(x, axis_name) for x in jax.tree.leaves((gradient, old))]
     is_local += [True] * len(jax.tree.leaves((params, participates)))
     # Extra arguments come first.
     is_local = [True] * (len(program.jaxpr.invars) - len(is_local)) + is_local
-    leaves, results = jax.tree.leaves_with_path(updates), []
-    for number, (path, x) in enumerate(leaves):
+    leaves, structure = jax.tree.flatten(updates)
+    for number, x in enumerate(leaves):
         if _differs(x, axis_name):
             wanted = [i == number for i in range(len(program.jaxpr.outvars))]
             kept, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
             depends = any(a and b for a, b in zip(used, is_local, strict=True))
-            if depends or "axis_index" in str(kept):
-                first = f" (first: parameter{keystr(path)})"
-                raise ValueError(_DRIFTS.format(first, axis_name))
-            x = jnp.zeros(x.shape, x.dtype)
-        results.append(x)
-    return jax.tree.unflatten(jax.tree.structure(updates), results)
-
-
-def _require_shared(state, layout: StateLayout) -> None:
-    """Refuses a leaf that is declared to be shared, but differs between workers."""
-    marks = jax.tree.leaves(layout.varies_over_workers)
-    for (path, x), is_local in zip(jax.tree.leaves_with_path(state), marks, strict=True):
-        if not is_local and _differs(x, layout.axis_name):
-            raise ValueError(
-                f"leaf{keystr(path)} of the optimizer state differs between the workers of axis "
-                f"{layout.axis_name!r}, but is none of the fields that belong to a worker: what "
-                "stands in front of the exchange must stand there in an optax.chain, and an "
-                "optimizer of your own that exchanges names its local_fields."
-            )
+            if not depends and "axis_index" not in str(kept):
+                leaves[number] = jnp.zeros(x.shape, x.dtype)
+    return structure.unflatten(leaves)
 
 
 def _zero_updates_of_nobody(updates, state):
@@ -294,7 +256,7 @@ def _participants(state) -> list[tuple[list, IntScalar]]:
     A dense mean names no paths, and a step inside a round has no participants.
     """
     found, kinds = [], (LocalStepsState, DecoupledMomentumState, MeanOverWorkersState)
-    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
+    for node in nodes(state, kinds):
         if isinstance(node, LocalStepsState):
             ended = node.mini_step == 0
             found += [(paths, jnp.where(ended, n, 0)) for paths, n in _participants(node.outer)]
@@ -446,21 +408,16 @@ def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any =
             )
 
 
-def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) -> None:
-    """Refuses a state of another model, other settings or other workers.
-
-    It is the state of all workers, or ``on_device`` that of one with its leading axis of length 1.
-    """
+def require_state(opt_state, layout: StateLayout) -> None:
+    """Refuses a state of another model, other settings or other workers."""
     expected = jax.tree.map(
         lambda x, varies: jax.ShapeDtypeStruct((1,) * varies + x.shape, x.dtype),
         layout.worker_state_shapes,
         layout.varies_over_workers,
     )
-    if not on_device:
-        expected = shards.whole_shapes(expected, layout.state, layout.mesh)
-    where = "on one device" if on_device else f"on the mesh {dict(layout.mesh.shape)}"
+    expected = shards.whole_shapes(expected, layout.state, layout.mesh)
     what, remedy = (
-        f"the optimizer state {where}",
+        f"the optimizer state on the mesh {dict(layout.mesh.shape)}",
         "Make it with demo_optax.init_opt_state on the mesh that it is used on, and pass it with "
         "the specs of demo_optax.state_specs; or carry it over with demo_optax.checkpoint, which "
         "puts pending messages back into the momentum.",

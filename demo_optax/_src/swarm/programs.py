@@ -89,9 +89,7 @@ def compile_programs(
     )
 
     def gradients(params, opt_state, batch):
-        local = rounds.local_parameters(params, opt_state)
-        copies = shards.copies(local, mesh, axis_name, layout.params)
-        return gradients_of(copies, (), batch, params_are_replicated=False)
+        return gradients_of(rounds.local_parameters(params, opt_state), (), (), batch)
 
     def send(params, opt_state, gradients, gradient_norm, weight, slot, **ends_round):
         extra = {"worker": slot, momentum.MESSAGE_WEIGHT: weight[0]}

@@ -114,7 +114,6 @@ class SwarmWorker:
         clip_norm: float | None = None,
         param_specs=None,
         batch_specs=None,
-        check_vma: bool = True,
         weight: float = 1.0,
         facts: Mapping[str, Any] | None = None,
     ):
@@ -150,7 +149,7 @@ class SwarmWorker:
         self._slot, self._weight = np.array(slot, np.int32), np.array([weight], np.float32)
         self._tokens_per_step = float(weight)
         options: dict[str, Any] = dict(microbatches=microbatches, clip_norm=clip_norm)
-        options |= dict(param_specs=param_specs, batch_specs=batch_specs, check_vma=check_vma)
+        options |= dict(param_specs=param_specs, batch_specs=batch_specs)
         self._compile = lambda params, batch: compile_programs(
             loss_fn, tx, mesh, axis_name, params, batch, slots, options
         )
