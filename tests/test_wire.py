@@ -48,7 +48,11 @@ OPTIMIZERS = {
 @sweep("preconditioned", name=OPTIMIZERS)
 def test_one_gather_of_unsigned_integers_as_large_as_accounted(name):
     tx = OPTIMIZERS[name]
-    [only] = collectives(tx
+    [only] = collectives(tx, clip_norm=1.0)
+    assert (only.kind, only.dtype) == ("all-gather", "u32")
+    assert only.groups == (tuple(range(model.WORKERS)),)
+    assert only.operand_bytes == demo_optax.packet_bytes(tx, model.init())
+
 
 def test_microbatches_share_one_gather():
     [only] = collectives(OPTIMIZERS["demo"], microbatches=2)

@@ -49,7 +49,7 @@ class SharedSet:
         draw, shift = jax.random.split(_key(self, step))
         chosen = jax.random.permutation(draw, self.n)[: self.k]
         offsets = jax.random.randint(shift, (num_blocks, 1), 0, self.n, jnp.int32)
-        return (chosen[None] + offsets).astype(jnp.int32) % self.n
+        return (chosen[None].astype(jnp.int32) + offsets) % self.n
 
 
 @dataclasses.dataclass(frozen=True)
