@@ -47,7 +47,9 @@ def test_a_roster_that_another_owner_signed_does_not_exist(run):
     run.make("mallory")
     before = run.roster()
     public = seals.read_public(run.folder / "mallory.pub")
-    forged = roster.change(before._replace(boxes={}, generations=()), run.key("mallory"), [public])
+    forged = roster.change(
+        before._replace(boxes={}, number=0, earlier=(before.name,)), run.key("mallory"), [public]
+    )
     joined = run.members()
     run.anybody.put(roster.KEY, forged)
     for member in joined:
