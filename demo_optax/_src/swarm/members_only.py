@@ -19,9 +19,9 @@ from demo_optax._src.swarm.store import Store, in_parallel, log
 
 HEAD = SIGNATURE_BYTES + 6  # of a sealed object: the signature, the roster's number, the slot
 
-_SETTINGS = r"run\.json|programs/[0-9a-f]{16}\.json"
+_SETTINGS = re.compile(r"run\.json|programs/[0-9a-f]{16}\.json")
 _OWN = re.compile(  # written by this slot alone
-    rf"(?:slots/|(?:{_SETTINGS})/|(?:attested|packets)/\d{{8,10}}/|snapshots/\d{{8,10}}\.)"
+    r"(?:(?:slots|settings)/|(?:attested|packets)/\d{8,10}/|snapshots/\d{8,10}\.)"
     r"(\d{3,9})(?:[/.]|$)"
 )
 _PART = re.compile(r"snapshots/\d{8,10}/[0-9a-f]{32}/\d{6}")  # an index has its hash
@@ -182,8 +182,8 @@ class MembersOnly(Store):
 
         Each member has settings of its own, of which those of most are the run's.
         """
-        if re.fullmatch(_SETTINGS, key):
-            self.put(f"{key}/{self.slot:03d}", data)
+        if _SETTINGS.fullmatch(key):
+            self.put(f"settings/{self.slot:03d}/{key}", data)
             return True
         if self.get(key) is not None:
             return False
@@ -196,7 +196,7 @@ class MembersOnly(Store):
         return self.get(key) == data  # others may have done the same
 
     def get(self, key: str) -> bytes | None:
-        if re.fullmatch(_SETTINGS, key):
+        if _SETTINGS.fullmatch(key):
             return self._settings_of_most(key)
         held = self.number_at(records.step_in(key))
         for number in [held] if held else range(len(self._secrets), 0, -1):
@@ -210,7 +210,7 @@ class MembersOnly(Store):
     def _settings_of_most(self, key: str) -> bytes | None:
         """Returns the settings of most members, or this member's if no others have more votes."""
         members = self.roster.members()
-        votes = in_parallel(self.get, [f"{key}/{slot:03d}" for slot in members])
+        votes = in_parallel(self.get, [f"settings/{slot:03d}/{key}" for slot in members])
         counts = collections.Counter(x for x in votes if x is not None)
         best = [data for data, n in counts.items() if n == max(counts.values())]
         signs = [public.signs for public in members.values()]
