@@ -4,7 +4,7 @@ import pytest
 
 from demo_optax._src.swarm import worker
 from demo_optax.swarm import ObjectStore
-from tests import swarms
+from tests import members, swarms
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +18,8 @@ def store(tmp_path):
     yield ObjectStore(str(tmp_path), patience=10.0)
     while swarms.OPEN:
         swarms.OPEN.pop().close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    return members.Run(tmp_path)

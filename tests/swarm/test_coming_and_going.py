@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import Compression
-from demo_optax._src.swarm import records, snapshots
-from demo_optax._src.swarm.snapshots import SnapshotTurns
+from demo_optax._src.swarm import records, snapshot_turns, snapshots
+from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
 from demo_optax.swarm import Member, SwarmError
 from tests import swarms
 from tests.sweeps import slow, sweep
@@ -199,12 +199,6 @@ def test_messages_are_weighed(store):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), new_params, wanted)
 
 
-@pytest.fixture
-def watchful(monkeypatch):
-    """Workers look often for the snapshot that they compare with."""
-    monkeypatch.setattr(snapshots, "POLL_SECONDS", 0.02)
-
-
 @pytest.mark.parametrize(
     ("factor", "delay", "drift", "is_replaced"),
     [
@@ -217,7 +211,7 @@ def watchful(monkeypatch):
 def test_parameters_that_differ_are_replaced_at_the_next_snapshot_or_told(
     store, factor, delay, drift, is_replaced, monkeypatch
 ):
-    monkeypatch.setattr(snapshots, "POLL_SECONDS", 0.02)  # between looks for the snapshot
+    monkeypatch.setattr(snapshot_turns, "POLL_SECONDS", 0.02)  # between looks for the snapshot
     settings = {"min_workers": 2, "deadline": 20.0, "delay": delay, "snapshot_every": 10}
     first, second = (make(store, number, **settings) for number in range(2))
     said = []

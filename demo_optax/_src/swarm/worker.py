@@ -22,6 +22,7 @@ from demo_optax._src.swarm.programs import compile_programs, require_optimizer
 from demo_optax._src.swarm.records import Manifest, SwarmError
 from demo_optax._src.swarm.replicated_state import replace_leaves, shared_leaves, to_host
 from demo_optax._src.swarm.round_clock import RoundClock
+from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
 
 LEAVE_SECONDS = 10.0  # for which a worker that leaves waits for the result of its last packet
 DECISION_SECONDS = 1.0  # for which it then waits for a decision that others may be taking
@@ -158,7 +159,7 @@ class SwarmWorker:
         self._facts |= facts or {}
         self._thread = ThreadPoolExecutor(1, "exchange")
         self._under_way: Future[ExchangeResult] | None = None
-        self._turns = snapshots.SnapshotTurns(member, snapshot_every) if member else None
+        self._turns = SnapshotTurns(member, snapshot_every) if member else None
         self._has_rounds, self._clock = bool(tx.steps_per_round), None
         self._ends_rounds = round_seconds is not None  # for all, when this worker's time is over
         if member and tx.steps_per_round:
