@@ -289,7 +289,7 @@ def test_a_lost_packet_with_nothing_but_forged_snapshots_after_it_ends_the_newco
 
 
 def test_snapshots_are_compared_whatever_else_stands_in_the_store(store, monkeypatch):
-    monkeypatch.setattr(snapshots, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(snapshot_turns, "POLL_SECONDS", 0.02)
     said, leaves = [], [np.ones(4, np.float32)]
     turns = SnapshotTurns(Member(store, "paris", tell=said.append), 4)
     manifest = records.Manifest(0, (records.PacketRef(7, 1, "0" * 64),), "", 0.0)

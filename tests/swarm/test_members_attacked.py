@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from demo_optax._src.swarm import agreement, records, roster, seals, snapshots
+from demo_optax._src.swarm import agreement, records, roster, seals, snapshots, steps
 from demo_optax._src.swarm.records import PacketRef, SwarmError
 from demo_optax._src.swarm.slots import last_manifests
 from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
@@ -416,7 +416,7 @@ def test_a_worker_whose_snapshots_nobody_signs_stops_until_the_owner_takes_the_o
 
 
 def test_a_roster_that_was_put_back_is_missed_and_its_successor_is_waited_for(run, monkeypatch):
-    monkeypatch.setattr("demo_optax._src.swarm.steps.ROSTER_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "ROSTER_SECONDS", 0.0)
     monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.1)
     said, before = [], run.anybody.get(roster.KEY)
     paris, rome = run.members("paris", "rome", deadline=0.3)

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from demo_optax._src.swarm import roster, seals, snapshots
+from demo_optax._src.swarm import roster, seals, snapshots, steps
 from demo_optax._src.swarm.records import SwarmError
 from demo_optax.swarm import Member, ObjectStore
 from tests import swarms
@@ -143,7 +143,7 @@ def test_only_the_owner_that_made_the_secrets_changes_a_roster(run):
 
 
 def test_who_is_taken_out_takes_no_part_from_the_next_step_on_and_others_go_on(run, monkeypatch):
-    monkeypatch.setattr("demo_optax._src.swarm.steps.ROSTER_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "ROSTER_SECONDS", 0.0)
     joined = run.members()
     everybody(joined, 0)
     run.change(without=["oslo"])
@@ -230,7 +230,7 @@ def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path):
 
 
 def test_a_new_member_takes_part_once_its_roster_holds(run, monkeypatch):
-    monkeypatch.setattr("demo_optax._src.swarm.steps.ROSTER_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "ROSTER_SECONDS", 0.0)
     paris = run.member("paris", deadline=0.3)
     exchange(paris, 0)
     run.make("lima")
