@@ -1,0 +1,340 @@
+"""What somebody tries who has the whole store of a swarm, and no key: a function for each kind.
+
+`attack_swarm.py` runs them in a process of their own, against members that train.
+"""
+
+import functools
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
+
+from demo_optax._src.places import folder_of
+from demo_optax.swarm import ObjectStore
+
+HUGE = 10**9  # bytes
+HOLD = 10.0  # seconds for which objects are gone
+PAUSE = 0.2  # seconds between two tries, about a step
+OBJECTS = {  # what an attacker sees of each kind of object
+    "manifest": r"manifests/.*",
+    "packet": r"packets/.*",
+    "claim": r"slots/.*",
+    "index": r"snapshots/.*\.json",
+    "snapshot": r"snapshots/.*/\d{6}",
+    "attestation": r"attested/.*",
+    "run.json": r"(\w+\.)?run\.json",
+    "programs": r"programs/.*",
+    "roster": r"roster\.json",
+}
+
+
+class Attacker:
+    """Whoever has the whole store, and no key."""
+
+    def __init__(self, url: str, elsewhere: str, garbage: int):
+        self.store, self.elsewhere = ObjectStore(url, patience=5.0), ObjectStore(elsewhere)
+        self.url, self.garbage, self.drawn = url, garbage, random.Random(0)
+        self.made: set[str] = set()  # keys of its own
+        self.junk: set[bytes] = set()  # what it wrote
+        self.replaced: dict[str, bytes] = {}  # what members wrote, and is gone
+
+    def objects(self, kind: str, newest: int = 0) -> list[str]:
+        """Physical keys of the members' objects of one kind, by step."""
+        pattern = OBJECTS[kind]
+        folder = pattern.partition("/")[0] if "/" in pattern else ""
+        names = [f"{folder}/{x}".lstrip("/") for x in self.store.names(folder)]
+        found = [x for x in names if re.fullmatch(pattern, x) and x not in self.made]
+        return sorted(found, key=step_in)[-newest:]
+
+    def step(self) -> int:
+        """The step in progress."""
+        return max(map(step_in, self.objects("manifest")), default=-1) + 1
+
+    def make(self, key: str, data: bytes) -> None:
+        """Writes an object of its own."""
+        self.made.add(key)
+        self.store.put(key, data)
+
+    def forge(self, key: str, data: bytes) -> None:
+        """Writes under the name of an open run, and under that of a guessed secret."""
+        folder, _, name = key.rpartition("/")
+        self.make(key, data)
+        self.make(f"{folder}/{self.drawn.getrandbits(128):032x}.{name}".lstrip("/"), data)
+
+    def keep(self, key: str) -> bool:
+        data = self.store.get(key)
+        if data is not None and data not in self.junk:
+            self.replaced[key] = data
+        return data is not None
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes over an object of the members."""
+        self.keep(key)
+        self.junk.add(data)
+        self.store.put(key, data)
+
+    def change(self, kind: str, newest: int, edit: Callable[[bytes], bytes]) -> None:
+        """Changes genuine objects under the names that they have."""
+        for key in self.objects(kind, newest):
+            if (data := self.store.get(key)) is not None:
+                self.put(key, edit(data))
+
+    def restore(self) -> None:
+        """Puts back what the members have not written anew."""
+        for key, data in self.replaced.items():
+            if (there := self.store.get(key)) is None or there in self.junk:
+                self.store.put(key, data)
+        self.replaced.clear()
+
+
+def step_in(key: str) -> int:
+    return max([int(x) for x in re.findall(r"(?<![0-9a-f])(\d{8})(?![0-9a-f])", key)], default=-1)
+
+
+def flipped(data: bytes) -> bytes:
+    at = len(data) * 3 // 4
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if data else b"x"
+
+
+def forged_claim(at: Attacker, n: int) -> None:
+    claim = {"worker": "mallory", "nonce": "0", "time": time.time()}
+    at.forge(f"slots/{n % 4:03d}/{990_000_000 + n:06d}", json.dumps(claim).encode())
+    at.forge(f"slots/{n % 4:03d}/{990_000_000 + n:06d}.left", b"")
+    for key in at.objects("claim", 3):
+        at.make(key.rpartition(".")[0] + f".{990_000_000 + n}", at.store.get(key) or b"")
+
+
+def forged_packet(at: Attacker, n: int) -> None:
+    step = at.step()
+    at.forge(f"packets/{step:08d}/{n % 3:03d}.packet", at.drawn.randbytes(3000))
+    at.forge(f"packets/{step:08d}/000.000009.{'0' * 64}.1.1.packet", at.drawn.randbytes(3000))
+    at.change("packet", 2, flipped)
+
+
+def forged_mark(at: Attacker, n: int) -> None:
+    for mark in "here", "left", "ends":
+        at.forge(f"packets/{at.step() + n % 2:08d}/{n % 3:03d}.000009.{mark}", b"")
+        at.change("packet", 1, lambda x, mark=mark: x.partition(b"\n")[0] + b"\n" + mark.encode())
+
+
+def forged_manifest(at: Attacker, n: int, ahead: int) -> None:
+    said = {"step": at.step() + ahead, "packets": [[0, 9, "0" * 64, 1, 1, "0" * 128]]}
+    said |= {"previous": "0" * 64, "time": time.time(), "roster": "", "lost": []}
+    at.forge(f"manifests/{said['step']:08d}", json.dumps(said).encode())
+    if not ahead:
+        at.change("manifest", 1, lambda data: data[:70] + json.dumps(said).encode())
+
+
+def forged(kind: str, key: str) -> Callable[[Attacker, int], None]:
+    def attack(at: Attacker, n: int) -> None:
+        genuine = [at.store.get(x) for x in at.objects(kind, 1)]
+        at.forge(key.format(step=at.step() + n, n=n), flipped((genuine or [b""])[0] or b"{}"))
+        at.change(kind, 1, flipped)
+
+    return attack
+
+
+def forged_roster(at: Attacker, n: int) -> None:
+    genuine, own = at.store.get("roster.json") or b"", at.elsewhere.get("roster.json") or b""
+    higher = re.sub(rb'"number": \d+', b'"number": %d' % (50 + n), genuine)
+    at.put("roster.json", (own, higher, genuine[:64] + own[64:], own[:64] + genuine[64:])[n % 4])
+
+
+def packet_of_another_step(at: Attacker, n: int) -> None:
+    *before, last = at.objects("packet", 8) or [""]
+    for key in before[:3]:
+        data = at.store.get(key) or b""
+        at.make(re.sub(r"/\d{8}/", f"/{at.step():08d}/", key), data)
+        at.put(last, data)
+
+
+def packet_of_another_run(at: Attacker, n: int) -> None:
+    step = at.step()
+    for name in at.elsewhere.names(f"packets/{step:08d}"):
+        data = at.elsewhere.get(f"packets/{step:08d}/{name}") or b""
+        at.make(f"packets/{step:08d}/{name}", data)
+        for key in at.objects("packet", 3):
+            if key[-11:] == name[-11:]:  # of the same member
+                at.put(key, data)
+
+
+def manifest_with_one_reference_exchanged(at: Attacker, n: int) -> None:
+    keys = at.objects("manifest", 2)
+    if len(keys) == 2 and all(data := [at.store.get(x) or b"" for x in keys]):
+        hashes = [re.findall(rb'"[0-9a-f]{64}"', x) for x in data]
+        at.put(keys[1], data[1].replace(hashes[1][n % 2], hashes[0][n % 2]))
+        at.make(keys[1].replace(f"{step_in(keys[1]):08d}", f"{at.step():08d}"), data[n % 2])
+
+
+def garbage(at: Attacker, n: int) -> None:
+    """Junk in all folders; a folder gets it without the store's detour."""
+    step = at.step()
+    for prefix in f"packets/{step + 3:08d}", "manifests", "snapshots", "slots":
+        names = [f"{prefix}/{n:03d}{x:029d}.{step:08d}.json" for x in range(at.garbage // 40)]
+        if folder := folder_of(at.url):
+            (folder / prefix).mkdir(parents=True, exist_ok=True)
+            for name in names:
+                (folder / name).touch()
+        else:
+            with ThreadPool(16) as pool:
+                pool.map(lambda name: at.store.put(name, b""), names)
+
+
+def huge(at: Attacker, n: int) -> None:
+    """A sparse file, or as much as a server in memory holds."""
+    kind = ("packet", "manifest", "run.json", "claim", "index", "attestation", "roster")[n % 7]
+    for key in at.objects(kind, 1):
+        if folder := folder_of(at.url):
+            at.put(key, b"")
+            os.truncate(folder / key, HUGE)
+        elif n < 7:
+            at.put(key, bytes(HUGE // 20))
+
+
+def deleted(at: Attacker, n: int, kind: str) -> None:
+    at.store.delete([x for x in at.objects(kind, 0 if n % 9 == 0 else 9) if at.keep(x)])
+
+
+def overwritten(at: Attacker, n: int, kind: str) -> None:
+    junk = (b"", b"{}", at.drawn.randbytes(200), bytes(70) + b"{}")[n % 4]
+    for key in at.objects(kind, 0 if n % 9 == 0 else 9):
+        at.put(key, junk)
+
+
+KINDS: dict[str, Callable[[Attacker, int], None]] = {
+    "a packet of another run": packet_of_another_run,  # first: that run has few steps
+    "forged claim": forged_claim,
+    "forged packet": forged_packet,
+    "forged mark": forged_mark,
+    "forged manifest to come": functools.partial(forged_manifest, ahead=1),
+    "forged manifest in progress": functools.partial(forged_manifest, ahead=0),
+    "forged index": forged("index", "snapshots/{step:08d}.000.json"),
+    "forged snapshot": forged("snapshot", "snapshots/{step:08d}/" + "0" * 32 + "/000000"),
+    "forged attestation": forged("attestation", "attested/{step:08d}/000"),
+    "forged run.json": forged("run.json", "run.json"),
+    "forged programs": forged("programs", "programs/{n:016d}.json"),
+    "roster of a higher number": forged_roster,
+    "a packet of another step": packet_of_another_step,
+    "a reference exchanged": manifest_with_one_reference_exchanged,
+    "an object of 1 GB": huge,
+    **{f"deleted: {x}": functools.partial(deleted, kind=x) for x in OBJECTS},
+    **{f"overwritten: {x}": functools.partial(overwritten, kind=x) for x in OBJECTS},
+    "100,000 objects of garbage": garbage,
+}
+
+
+def attack(kind: str, tries: int) -> int:
+    """Runs in the attacker's process; deletes and overwrites for as long as a run may stop."""
+    lasts = kind.startswith(("deleted", "overwritten"))
+    ended, done = time.monotonic() + HOLD * lasts, 0
+    while done < tries or time.monotonic() < ended:
+        KINDS[kind](ATTACKERS[0], done)
+        done += 1
+        time.sleep(0.02 if lasts else PAUSE * ATTACKERS[0].drawn.uniform(0.2, 2))
+    return done
+
+
+def restore() -> None:
+    ATTACKERS[0].restore()
+
+
+ATTACKERS: list[Attacker] = []
+
+
+def prepare(*args) -> None:
+    ATTACKERS.append(Attacker(*args))
+
+
+def another_slot(liar, n: int) -> None:
+    """Its own packet, claim, snapshot and attestation under names of another member."""
+    store, step = liar.store, liar.number
+    for key, data in {
+        f"packets/{step:08d}/000.packet": store.get(f"packets/{step:08d}/002.packet"),
+        f"slots/000/{990_000_000 + n}": store.get(f"slots/002/{liar.member.incarnation:06d}"),
+        f"slots/000/{990_000_000 + n}.left": b"",
+        f"attested/{step:08d}/001": b"0" * 64,
+    }.items():
+        store.put(key, data or b"{}")
+
+
+def alone(liar, n: int) -> None:
+    """A manifest that lists its own packet alone, as soon as that is sent."""
+
+    def propose(liar, step: int, packet: bytes) -> None:
+        line = (liar.store.get(f"packets/{step:08d}/002.packet") or b"").partition(b"\n")[0]
+        before = json.loads(liar.store.get(f"manifests/{step - 1:08d}") or b"{}")
+        if line and before:
+            said = json.loads(line) | {"time": time.time(), "roster": before["roster"]}
+            liar.store.put(f"manifests/{step:08d}", json.dumps(said).encode())
+
+    liar.after_send = propose
+
+
+def a_second_packet(liar, n: int) -> None:
+    """Another valid packet in place of the first one, at a moment when some may have that."""
+    earlier: list[bytes] = []
+
+    def send_again(liar, step: int, packet: bytes) -> None:
+        earlier.append(packet)
+        time.sleep(0.02 * (step % 4))
+        liar.member.send(step, earlier[0])
+
+    if n == 0:
+        liar.after_send = send_again
+
+
+def forged_snapshots(liar, n: int) -> None:
+    """Trains with other parameters, which it writes and signs in its turns, and in others'."""
+    liar.change_params = lambda params: {name: x + 0.5 for name, x in params.items()}
+    for key in liar.store.names("snapshots"):
+        if key.endswith(".002.json"):
+            data = liar.store.get(f"snapshots/{key}") or b""
+            liar.store.put(f"snapshots/{liar.number + 6:08d}.000.json", data)
+            liar.store.put(f"snapshots/{key.replace('.002', '.001')}", data)
+
+
+def here_without_end(liar, n: int) -> None:
+    liar.is_silent = True
+
+
+def a_weight_of_1e15(liar, n: int) -> None:
+    if n == 0:
+        liar.settings = {"weight": 1e15}
+        liar.again.set()
+
+
+def a_roster_without_it(liar, n: int) -> None:
+    """Goes on with the roster that it was in, puts it back, and signs what comes to its mind."""
+    run, place = liar.run_, liar.store.inner
+    if n == 0:
+        liar.was_in = place.get("roster.json")
+        liar.store.look_for_roster = lambda: None
+        liar.ending.set()
+        run.command("roster", run.url, "--owner", "owner.key", "--without", liar.name)
+        until = time.monotonic() + 60
+        while liar.name in run.ledger.counted[max(run.ledger.counted)]:
+            assert time.monotonic() < until, "the new roster holds in no step"
+            time.sleep(0.2)
+        time.sleep(2)  # for the steps that had been decided before
+        run.at_least, run.expelled = 2, (liar.name,)
+    place.put("roster.json", liar.was_in)
+    step = max(run.ledger.counted) + 1
+    for key in f"packets/{step:08d}/002.packet", f"manifests/{step:08d}", "run.json":
+        known = re.sub(r"\d{8}", f"{liar.number - 1:08d}", key)
+        liar.store.put(key, liar.store.get(known) or b"{}")
+    for name in place.names(f"packets/{step:08d}"):
+        place.put(f"packets/{step:08d}/{name}", place.get(name) or b"x")
+
+
+LIES = {
+    "key: another's slot": another_slot,
+    "key: a manifest of itself alone": alone,
+    "key: a second packet in a step": a_second_packet,
+    "key: forged snapshots": forged_snapshots,
+    "key: here without end": here_without_end,
+    "key: a weight of 1e15": a_weight_of_1e15,
+    "key: a roster without it": a_roster_without_it,
+}
