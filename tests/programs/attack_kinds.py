@@ -3,6 +3,7 @@
 `attack_swarm.py` runs them in a process of their own, against members that train.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -13,10 +14,10 @@ from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 
 from demo_optax._src.places import folder_of
-from demo_optax.swarm import ObjectStore
+from demo_optax.swarm import ObjectStore, SwarmError
 
 HUGE = 10**9  # bytes
-HOLD = 10.0  # seconds for which objects are gone
+HOLD = 6.0  # seconds for which objects are gone
 PAUSE = 0.2  # seconds between two tries, about a step
 OBJECTS = {  # what an attacker sees of each kind of object
     "manifest": r"manifests/.*",
@@ -36,9 +37,12 @@ class Attacker:
 
     def __init__(self, url: str, elsewhere: str, garbage: int):
         self.store, self.elsewhere = ObjectStore(url, patience=5.0), ObjectStore(elsewhere)
+        self.store.packet_bytes = 10**6  # it reads nothing larger
         self.url, self.garbage, self.drawn = url, garbage, random.Random(0)
         self.made: set[str] = set()  # keys of its own
-        self.junk: set[bytes] = set()  # what it wrote
+        self.junk = {b""}  # what it wrote
+        self.litter: list[str] = []  # what is in the way of lists
+        self.odd: list = []
         self.replaced: dict[str, bytes] = {}  # what members wrote, and is gone
 
     def objects(self, kind: str, newest: int = 0) -> list[str]:
@@ -53,6 +57,18 @@ class Attacker:
         """The step in progress."""
         return max(map(step_in, self.objects("manifest")), default=-1) + 1
 
+    def read(self, key: str) -> bytes | None:
+        try:
+            return self.store.get(key)
+        except SwarmError:  # much too large
+            return b""
+
+    def wait(self) -> None:
+        """Waits for the moment at which some packets of a step are there, and others are not."""
+        until = time.monotonic() + 1
+        while not self.store.names(f"packets/{self.step():08d}") and time.monotonic() < until:
+            time.sleep(0.005)
+
     def make(self, key: str, data: bytes) -> None:
         """Writes an object of its own."""
         self.made.add(key)
@@ -65,7 +81,7 @@ class Attacker:
         self.make(f"{folder}/{self.drawn.getrandbits(128):032x}.{name}".lstrip("/"), data)
 
     def keep(self, key: str) -> bool:
-        data = self.store.get(key)
+        data = self.read(key)
         if data is not None and data not in self.junk:
             self.replaced[key] = data
         return data is not None
@@ -79,13 +95,13 @@ class Attacker:
     def change(self, kind: str, newest: int, edit: Callable[[bytes], bytes]) -> None:
         """Changes genuine objects under the names that they have."""
         for key in self.objects(kind, newest):
-            if (data := self.store.get(key)) is not None:
+            if (data := self.read(key)) is not None:
                 self.put(key, edit(data))
 
     def restore(self) -> None:
         """Puts back what the members have not written anew."""
         for key, data in self.replaced.items():
-            if (there := self.store.get(key)) is None or there in self.junk:
+            if (there := self.read(key)) is None or there in self.junk:
                 self.store.put(key, data)
         self.replaced.clear()
 
@@ -104,7 +120,7 @@ def forged_claim(at: Attacker, n: int) -> None:
     at.forge(f"slots/{n % 4:03d}/{990_000_000 + n:06d}", json.dumps(claim).encode())
     at.forge(f"slots/{n % 4:03d}/{990_000_000 + n:06d}.left", b"")
     for key in at.objects("claim", 3):
-        at.make(key.rpartition(".")[0] + f".{990_000_000 + n}", at.store.get(key) or b"")
+        at.make(key.rpartition(".")[0] + f".{990_000_000 + n}", at.read(key) or b"")
 
 
 def forged_packet(at: Attacker, n: int) -> None:
@@ -130,7 +146,7 @@ def forged_manifest(at: Attacker, n: int, ahead: int) -> None:
 
 def forged(kind: str, key: str) -> Callable[[Attacker, int], None]:
     def attack(at: Attacker, n: int) -> None:
-        genuine = [at.store.get(x) for x in at.objects(kind, 1)]
+        genuine = [at.read(x) for x in at.objects(kind, 1)]
         at.forge(key.format(step=at.step() + n, n=n), flipped((genuine or [b""])[0] or b"{}"))
         at.change(kind, 1, flipped)
 
@@ -138,7 +154,7 @@ def forged(kind: str, key: str) -> Callable[[Attacker, int], None]:
 
 
 def forged_roster(at: Attacker, n: int) -> None:
-    genuine, own = at.store.get("roster.json") or b"", at.elsewhere.get("roster.json") or b""
+    genuine, own = at.read("roster.json") or b"", at.elsewhere.get("roster.json") or b""
     higher = re.sub(rb'"number": \d+', b'"number": %d' % (50 + n), genuine)
     at.put("roster.json", (own, higher, genuine[:64] + own[64:], own[:64] + genuine[64:])[n % 4])
 
@@ -146,7 +162,7 @@ def forged_roster(at: Attacker, n: int) -> None:
 def packet_of_another_step(at: Attacker, n: int) -> None:
     *before, last = at.objects("packet", 8) or [""]
     for key in before[:3]:
-        data = at.store.get(key) or b""
+        data = at.read(key) or b""
         at.make(re.sub(r"/\d{8}/", f"/{at.step():08d}/", key), data)
         at.put(last, data)
 
@@ -163,7 +179,7 @@ def packet_of_another_run(at: Attacker, n: int) -> None:
 
 def manifest_with_one_reference_exchanged(at: Attacker, n: int) -> None:
     keys = at.objects("manifest", 2)
-    if len(keys) == 2 and all(data := [at.store.get(x) or b"" for x in keys]):
+    if len(keys) == 2 and all(data := [at.read(x) or b"" for x in keys]):
         hashes = [re.findall(rb'"[0-9a-f]{64}"', x) for x in data]
         at.put(keys[1], data[1].replace(hashes[1][n % 2], hashes[0][n % 2]))
         at.make(keys[1].replace(f"{step_in(keys[1]):08d}", f"{at.step():08d}"), data[n % 2])
@@ -181,6 +197,7 @@ def garbage(at: Attacker, n: int) -> None:
         else:
             with ThreadPool(16) as pool:
                 pool.map(lambda name: at.store.put(name, b""), names)
+        at.litter += names
 
 
 def huge(at: Attacker, n: int) -> None:
@@ -192,6 +209,27 @@ def huge(at: Attacker, n: int) -> None:
             os.truncate(folder / key, HUGE)
         elif n < 7:
             at.put(key, bytes(HUGE // 20))
+
+
+def odd_name(at: Attacker, n: int) -> None:
+    """Names that the store's own list does not read: a line's end, bytes that are no text, //."""
+    for folder in "snapshots", "slots", "manifests", "packets":
+        if place := folder_of(at.url):
+            for name in b"a\nb", b"\xff":
+                (place / folder / os.fsdecode(name)).touch()
+        elif at.url.startswith("s3:"):
+            import boto3  # as moto needs it
+
+            key = f"{at.url.partition('//')[2].partition('/')[2]}/{folder}//x"
+            bucket = boto3.resource("s3", endpoint_url=os.environ["AWS_ENDPOINT"]).Bucket("chaos")
+            at.odd.append(bucket.put_object(Key=key, Body=b"x"))
+
+
+def file_for_a_folder(at: Attacker, n: int) -> None:
+    """A file where the folder of a step to come has its place, as everybody can tell."""
+    if folder := folder_of(at.url):
+        with contextlib.suppress(OSError):
+            (folder / f"packets/{at.step() + 2:08d}").touch(exist_ok=False)
 
 
 def deleted(at: Attacker, n: int, kind: str) -> None:
@@ -223,6 +261,8 @@ KINDS: dict[str, Callable[[Attacker, int], None]] = {
     **{f"deleted: {x}": functools.partial(deleted, kind=x) for x in OBJECTS},
     **{f"overwritten: {x}": functools.partial(overwritten, kind=x) for x in OBJECTS},
     "100,000 objects of garbage": garbage,
+    "a file for a folder to come": file_for_a_folder,
+    "an odd name": odd_name,
 }
 
 
@@ -231,6 +271,8 @@ def attack(kind: str, tries: int) -> int:
     lasts = kind.startswith(("deleted", "overwritten"))
     ended, done = time.monotonic() + HOLD * lasts, 0
     while done < tries or time.monotonic() < ended:
+        if not lasts:
+            ATTACKERS[0].wait()
         KINDS[kind](ATTACKERS[0], done)
         done += 1
         time.sleep(0.02 if lasts else PAUSE * ATTACKERS[0].drawn.uniform(0.2, 2))
@@ -239,6 +281,18 @@ def attack(kind: str, tries: int) -> int:
 
 def restore() -> None:
     ATTACKERS[0].restore()
+
+
+def clean() -> None:
+    """Takes away what is in the way of lists."""
+    ATTACKERS[0].store.delete(ATTACKERS[0].litter)
+    for odd in ATTACKERS[0].odd:
+        odd.delete()
+    ATTACKERS[0].litter, ATTACKERS[0].odd = [], []
+    if folder := folder_of(ATTACKERS[0].url):
+        odd = [x for x in folder.rglob("*") if not x.name.isprintable()]
+        for path in [*odd, *(x for x in (folder / "packets").iterdir() if x.is_file())]:
+            path.unlink()
 
 
 ATTACKERS: list[Attacker] = []

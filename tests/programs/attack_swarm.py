@@ -41,9 +41,10 @@ from tests.programs import attack_kinds
 from tests.programs.attack_kinds import HOLD, PAUSE
 
 SETTINGS = {"slots": 5, "min_workers": 2, "deadline": 2.0}
-PATIENCE, BACK = 4.0, 60.0  # seconds: of a store; in which members go on afterwards
+PATIENCE, BACK = 3.0, 60.0  # seconds: of a store; in which members go on afterwards
 NAMES = "paris", "rome", "oslo", "lima"  # oslo lies later on; lima joins after each kind
 TRAINING = NAMES[:3]
+MOST_MOVED = 20.0  # medians of a step: a snapshot of other parameters moves them further
 
 
 def run_command(folder: pathlib.Path, *words: str) -> None:
@@ -60,12 +61,12 @@ class Ledger:
         self.digests: defaultdict[int, set[tuple[str, str]]] = defaultdict(set)
         self.counted: dict[int, tuple[str, ...]] = {}
         self.moves: dict[int, float] = {}
-        self.believed = 0  # snapshots of other parameters, and packets of who was taken out
+        self.expelled = 0  # packets of who was taken out
 
     def adopted(self) -> int:
         """How much was adopted that no member had sent in that step."""
         foreign = sum(len(x - self.sent[step]) for step, x in list(self.applied.items()))
-        return foreign + self.believed
+        return foreign + self.expelled
 
     def different(self, names: Sequence[str], first: int = 0) -> list[int]:
         """Steps after which some of these members had other parameters."""
@@ -107,20 +108,20 @@ class Trainer(threading.Thread):
         ledger, mesh = self.run_.ledger, swarms.mesh_of_worker(0)
         with SwarmWorker(swarms.loss_fn, self.run_.tx, mesh, member, **settings) as worker:
             params, state = worker.begin(swarms.initial_params(), swarms.batch_of(0, 0))
-            before = self.note(worker, params)
+            before, number = self.note(worker, params), worker.number
             while not (self.ending.is_set() or self.again.is_set()):
-                time.sleep(self.run_.pause)
+                time.sleep(self.run_.pause * (1 + member.slot))
                 if self.is_silent:
                     member.announce(max(ledger.digests))
                     continue
                 batch = swarms.batch_of(member.slot, worker.number)
                 params, state, metrics = worker.step(self.change_params(params), state, batch)
                 after = self.note(worker, params)
-                ledger.moves[worker.number] = float(np.linalg.norm(after - before))
+                moved = np.linalg.norm(after - before) / max(worker.number - number, 1)
+                ledger.moves[worker.number] = 0.0 if self.is_liar else float(moved)
                 ledger.counted[metrics.step] = metrics.members
-                ledger.believed += bool(metrics.drift) and not self.is_liar
-                ledger.believed += bool(set(self.run_.expelled) & set(metrics.members))
-                before = after
+                ledger.expelled += bool(set(self.run_.expelled) & set(metrics.members))
+                before, number = after, worker.number
                 self.times.append(time.monotonic())
                 if len(self.times) == self.steps:
                     break
@@ -238,7 +239,7 @@ def judge(run: Run, kind: str, tries: Callable[[], int], repair: Callable, hones
     seconds = [np.diff(x.times[n - 1 :]) for x, (*_, n) in zip(members, marks, strict=True)]
     repair()
     late = run.wait(4, BACK, honest)
-    moves = [x for n, x in list(run.ledger.moves.items()) if n > first]
+    moved = max([x for n, x in list(run.ledger.moves.items()) if n > first], default=0) / usual
     join, refused = run.join()
     late |= run.wait(2, BACK, honest)
     different = run.ledger.different((*honest, NAMES[3]), first)
@@ -250,7 +251,7 @@ def judge(run: Run, kind: str, tries: Callable[[], int], repair: Callable, hones
     return Row(
         kind,
         done,
-        run.ledger.adopted() - before,
+        run.ledger.adopted() - before + int(moved > MOST_MOVED),
         len(different),
         sum(n >= latest for n in different) + len(late),
         len(stopped),
@@ -259,7 +260,7 @@ def judge(run: Run, kind: str, tries: Callable[[], int], repair: Callable, hones
         float(np.median(took)),
         float(np.max(took)),
         join,
-        max(moves, default=0.0) / usual,
+        moved,
         "\n    ".join(dict.fromkeys(words)),
     )
 
@@ -292,6 +293,7 @@ def attack_all(run: Run, elsewhere: str, options: argparse.Namespace, show: Call
             attack = functools.partial(attacker.submit, attack_kinds.attack, kind, options.tries)
             repair = functools.partial(attacker.submit, attack_kinds.restore)
             show(judge(run, kind, lambda do=attack: do().result(), lambda do=repair: do().result()))
+            attacker.submit(attack_kinds.clean).result()
     for kind in filter(functools.partial(re.search, options.only), attack_kinds.LIES):
         show(lie(run, kind, options.tries))
 
