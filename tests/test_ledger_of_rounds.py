@@ -278,8 +278,8 @@ def test_who_joins_with_the_shared_state_takes_the_others_steps(given):
                 assert int(getattr(old, name)) == int(getattr(new, name))
 
 
-def test_a_long_round_counts_whole_beside_a_short_one_and_a_loud_one_does_not():
-    """With a limit of 10, weights are at most 10 medians, and norms grow with the weights."""
+def test_rounds_of_unequal_length_count_whole_and_loud_ones_or_heavy_ones_do_not():
+    """With a limit of 10, a weight and a weight times a norm are at most 10 of their medians."""
     compression = demo_optax.Compression(64, 8, transform="identity")
     limited = demo_optax.AllGather(norm_limit=10.0)
     options = dict(decay=1.0, gradient_weight=1.0, mean="workers", exchange=limited)
@@ -299,7 +299,13 @@ def test_a_long_round_counts_whole_beside_a_short_one_and_a_loud_one_does_not():
         packets[: len(rounds)] = [outbox.packet for outbox, _ in results]
         return apply(packets, *results[0], x, worker=0)[0]
 
-    np.testing.assert_allclose(update((1.0, 1.0), (100.0, 100.0)), (1 + 10 * 100) / 11, rtol=1e-5)
+    np.testing.assert_allclose(update((1.0, 1.0), (3.0, 3.0)), (1 + 3 * 3) / 4, rtol=1e-5)
+    three = update((1.0, 1.0), (3.0, 3.0), (9.0, 9.0))
+    np.testing.assert_allclose(three, (1 + 3 * 3 + 9 * 9) / 13, rtol=1e-5)
+    np.testing.assert_allclose(update((1.0, 1.0), (1.0, 1e15)), (1 + 10) / 11, rtol=1e-5)
+    np.testing.assert_allclose(update((1.0, 1.0), (100.0, 100.0)), (1 + 10 * 1) / 11, rtol=1e-5)
+    light = update((1.0, 1.0), (1.0, 1.0), (1e9, 1e-9))
+    np.testing.assert_allclose(light, (1 + 1 + 10e-9) / 2, rtol=1e-5)
     loud = update((1.0, 1.0), (1.0, 1.0), (1000.0, 1.0))
     np.testing.assert_allclose(loud, (1 + 1 + 10) / 3, rtol=1e-5)
 

@@ -133,7 +133,7 @@ def test_messages_are_clipped_at_a_multiple_of_the_median(mode, alpha, mean):
 
 
 @sweep(EXCHANGES[0], EXCHANGES[1], exchange=EXCHANGES)
-def test_a_message_of_more_weight_may_be_longer_in_proportion_up_to_the_limit(exchange):
+def test_a_weight_times_a_norm_is_at_most_the_limit_times_their_median(exchange):
     tx = demo_optax.decoupled_momentum(0.5, EVERYTHING, gradient_weight=1.0, exchange=exchange)
     weights = np.array([1.0, 1.2, 1.0, 4.0, 0.5], np.float32)
     sizes = np.array([1.0, 1.2, 1.0, 4.0, 1.4], np.float32)
@@ -150,7 +150,7 @@ def test_a_message_of_more_weight_may_be_longer_in_proportion_up_to_the_limit(ex
     )
     updates, state = each(gradient, jax.tree.map(np.asarray, state), weights)
     counted = np.minimum(weights, 1.5)
-    taken = np.array([1.0, 1.0, 1.0, 1.2 * 1.5 * 1.5 / 4.0, 1.0])
+    taken = np.array([1.0, 1.0, 1.0, 1.5 / 1.5 / 4.0, 1.0])
     mean = np.average(sizes * taken, weights=counted)
     for n, g in of_one.items():
         for update in updates[n]:
@@ -229,3 +229,26 @@ def test_a_limit_from_numpy_widens_nothing(exchange):
 def test_a_part_of_a_message_counts_from_none_to_all_whatever_is_said(norm, limit):
     part = averaging.clip_factor(jnp.float32(norm), jnp.float32(limit))
     assert part == (1.0 if norm <= max(limit, 0.0) else max(limit, 0.0) / np.float32(norm))
+
+
+@pytest.mark.parametrize("weight", [np.nan, 0.0, 1e-30, 1e15, 3e38])
+@sweep(EXCHANGES[0], EXCHANGES[1], exchange=EXCHANGES)
+def test_no_weight_makes_a_message_count_for_more_than_the_limit(monkeypatch, exchange, weight):
+    """One worker's header states any weight; the others' messages are all alike."""
+    tx = demo_optax.decoupled_momentum(0.5, EVERYTHING, gradient_weight=1.0, exchange=exchange)
+    plain = packet.build
+
+    def build(layout, header, *rest, **kwargs):
+        lies = jax.lax.axis_index("data") == 4
+        header = header._replace(weight=jnp.where(lies, jnp.float32(weight), header.weight))
+        return plain(layout, header, *rest, **kwargs)
+
+    monkeypatch.setattr(packet, "build", build)
+    of_one = gradients(0, [1.0])
+    sizes = np.array([1.0, 1.0, 1.0, 1.0, 1e6], np.float32)
+    gradient = jax.tree.map(lambda g: np.multiply.outer(sizes, g[0]), of_one)
+    update, state = workers.started(tx, PARAMS, WORKERS)
+    updates, state = update(gradient, state, PARAMS)
+    assert state.metrics.agreed.all()
+    for n, g in of_one.items():
+        assert np.linalg.norm(updates[n]) <= (4 + 1.5) / 4 * np.linalg.norm(g) * (1 + 1e-5)

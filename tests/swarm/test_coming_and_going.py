@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import Compression
-from demo_optax._src.swarm import records, snapshots
-from demo_optax._src.swarm.snapshots import SnapshotTurns
+from demo_optax._src.swarm import records, snapshot_turns, snapshots
+from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
 from demo_optax.swarm import Member, ObjectStore, SwarmError
 from tests import swarms
 from tests.sweeps import slow, sweep
@@ -227,7 +227,7 @@ def test_messages_are_weighed(store):
 @pytest.fixture
 def watchful(monkeypatch):
     """Workers look often for the snapshot that they compare with."""
-    monkeypatch.setattr(snapshots, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(snapshot_turns, "POLL_SECONDS", 0.02)
 
 
 @DELAYS

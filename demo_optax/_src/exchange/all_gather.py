@@ -31,11 +31,11 @@ class AllGather:
     Attributes:
       axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
         tuple of names for workers along several axes; None for a single worker.
-      norm_limit: largest norm of a worker's message, as a multiple of the median norm of all
-        messages, or None for no limit. A message whose weight is above the median may be longer in
-        proportion, by a factor of at most ``norm_limit``. The excess stays in the worker's
-        momentum. The limit bounds the effect of a broken worker, and holds for each shard of
-        sharded parameters.
+      norm_limit: what a worker's message may count for, as a multiple of the median of all
+        messages, or None for no limit. It holds for the weight, and for the weight times the norm,
+        so a message of the median weight or less has at most so many times the usual norm. The
+        excess stays in the worker's momentum. The limit bounds the effect of a broken worker, and
+        holds for each shard of sharded parameters.
       gather: function that takes a packet, uint32 ``(words,)``, and the axis name to the packets of
         all workers, uint32 ``(workers, words)``, in the order of ``jax.lax.axis_index``; None for
         one ``jax.lax.all_gather``. All workers must get the same rows, which the digests in later

@@ -195,20 +195,24 @@ def clip_factor(
 def medians_and_weights(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
 ) -> tuple[Float32[Array, "2"], Float32[Array, "packets"]]:
-    """Returns the medians of norms and weights, and the weight of each message in the mean.
+    """Returns the medians of weights and weighted norms, and each message's weight in the mean.
 
     They follow from the headers. Weights are capped at ``limit`` times their median and divided by
-    the largest. The median of an even number of packets is the lower one in the middle, and a wrong
-    number in one packet moves it by at most one place.
+    the largest; the norms are those of the messages times these capped weights. The median of an
+    even number of packets is the lower one in the middle, and a wrong number in one packet moves it
+    by at most one place.
     """
-    medians, weights = [], jnp.where(intact, headers.weight, 0.0)
-    for numbers in (jnp.sqrt(headers.message_energy), weights):
+
+    def median(numbers):
         numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
-        middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
-        medians.append(numbers[middle])
+        return numbers[jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2]
+
+    weights = jnp.where(intact, headers.weight, 0.0)
+    median_weight = median(weights)
     if limit is not None:
-        weights = jnp.minimum(weights, limit * medians[1])
-    return jnp.stack(medians), _ratio(weights, jnp.max(weights))
+        weights = jnp.minimum(weights, limit * median_weight)
+    medians = jnp.stack([median_weight, median(weights * jnp.sqrt(headers.message_energy))])
+    return medians, _ratio(weights, jnp.max(weights))
 
 
 def norm_caps(
@@ -216,11 +220,12 @@ def norm_caps(
 ) -> Float32[Array, "..."]:
     """Returns the largest norms of messages of these weights.
 
-    It is ``limit`` times the median norm. A message of more weight than the median may be longer in
-    proportion, by a factor of at most ``limit``, as that of a round of many local steps is.
+    No message counts for more than ``limit`` times the median: a weight is at most so many median
+    weights, and a weight times the norm of its message so many medians of these products. A weight
+    below the median sets the limit of the median, since it cancels in a mean over senders.
     """
     largest = jnp.finfo(jnp.float32).max
     if limit is None:
         return jnp.full_like(weights, largest)
-    ratios = jnp.clip(weights / medians[..., 1], 1.0, limit)
-    return jnp.minimum(limit * medians[..., 0] * ratios, largest)
+    weights = jnp.clip(weights, medians[..., 0], limit * medians[..., 0])
+    return jnp.minimum(limit * medians[..., 1] / weights, largest)

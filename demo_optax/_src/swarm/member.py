@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
-from demo_optax._src.swarm import records, roster
+from demo_optax._src.swarm import records, snapshots
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import (
     Damaged,
@@ -25,7 +25,7 @@ from demo_optax._src.swarm.records import (
     SwarmError,
 )
 from demo_optax._src.swarm.slots import claim, read_claim
-from demo_optax._src.swarm.steps import ListedSteps, SignedSteps
+from demo_optax._src.swarm.steps import steps_for
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
@@ -43,9 +43,6 @@ AHEAD_BYTES = 100_000_000  # of packets that are read before their step is appli
 # In a run for members only:
 PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
 CUT_STEPS = 10  # whose members a step may not go on without
-VAIN_STEPS = 10  # in which nobody waits again for a member that announced itself in vain
-SHORTEST_ROUND = 0.5  # the share of a median round after which a member may end it for all
-ROSTER_SECONDS = 10.0  # between two looks for a roster of a higher number
 
 T = TypeVar("T")
 
@@ -111,9 +108,8 @@ class Member:
         checks.static_integer("min_workers", min_workers, at_least=1)
         if deadline is not None:
             checks.in_interval("deadline", deadline, "(0, inf)")
-        self._closed = store if isinstance(store, MembersOnly) else None
-        if self._closed:
-            worker = self._closed.members(0)[self._closed.slot].name
+        self._steps = steps_for(store, slots)
+        worker = self._steps.name(worker)
         if not worker or not isinstance(worker, str) or not worker.isprintable():
             raise ValueError(
                 "worker must be a name of this worker alone, of characters that can be printed, "
@@ -135,15 +131,15 @@ class Member:
         self._manifests: dict[int, Manifest] = {}  # the last ones
         self._hashes: dict[int, str] = {}  # of these manifests
         self._since: dict[int, float] = {}  # when this worker learned of them, by its own clock
-        self.counted: dict[int, frozenset[MemberId]] = {}  # by step, for snapshots to come
+        self._absent = -1, 0.0  # a step, and when it had no manifest yet
         self.turns: dict[int, str] = {}  # heads that snapshots must follow, by step
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._lost: dict[int, tuple[int, ...]] = {}  # slots that nobody applied, by step
         self._cut = 0  # the last step that went on without most
+        self._replaced = -1  # the last step in which others had another one before
         self._left: set[MemberId] = set()  # members that said that they leave
         self._vain: dict[int, int] = {}  # the last step in which a slot announced itself in vain
-        self._looked_for_roster = 0.0
         self._packets: dict[PacketRef, bytes] = {}  # of the current step
         self._prefetched: dict[str, bytes] = {}
         self._ahead: list[str] = []  # packets to read next, in order,
@@ -154,9 +150,8 @@ class Member:
         self._leaving = threading.Event()
         self._lock = threading.RLock()  # with a delay, the exchange has a thread of its own
         self._transferring = threading.Lock()  # packets, for which snapshots make way
-        steps = SignedSteps(self._closed, slots) if self._closed else None
-        self._steps = steps or ListedSteps(store, slots)
-        self._signed_steps = steps
+        if isinstance(store, MembersOnly):
+            store.min_workers = min_workers
         self.slot, self.incarnation = claim(store, worker, uuid.uuid4().hex, slots)
 
     @property
@@ -188,7 +183,7 @@ class Member:
 
         What is a little larger comes from a worker with other settings, and counts for nobody.
         """
-        store = self._closed.inner if self._closed else self.store
+        store = getattr(self.store, "inner", self.store)
         if isinstance(store, ObjectStore):
             store.packet_bytes = max(PART, 2 * packet_bytes)
         self._packet_bytes = packet_bytes
@@ -250,7 +245,7 @@ class Member:
         That packet shall count. Otherwise the worker helps to decide the step, and sends nothing.
         """
         self._packets = {}
-        if self.is_unheard or not self._may_decide(step):
+        if self.is_unheard or not self._steps.may_decide(step):
             return False  # or the roster that it is in does not hold yet
         if self._has_sent:
             return True
@@ -262,9 +257,6 @@ class Member:
         self._steps.say(step, self.me, "left")
         return False
 
-    def _may_decide(self, step: int) -> bool:
-        return self._closed is None or self._closed.slot in self._closed.members(step)
-
     def wait_for_transfers(self) -> None:
         """Waits until no packet is being sent or read."""
         with self._transferring:
@@ -272,8 +264,8 @@ class Member:
 
     def others_ended(self, step: int) -> bool:
         """Tells whether others have ended a round of local steps."""
-        if self._closed and self._last_time is not None and self._durations:
-            shortest = SHORTEST_ROUND * statistics.median(self._durations)
+        if self._last_time is not None and self._durations:
+            shortest = self._steps.shortest_round * statistics.median(self._durations)
             if time.monotonic() - self._last_time < shortest:
                 return False
         return self._steps.has_ended(step, self.me)
@@ -286,17 +278,7 @@ class Member:
         while self._ahead and self._ahead[0].startswith(records.step_key("packets", step)):
             now, self._ahead = self._ahead[: self._most_ahead], self._ahead[self._most_ahead :]
             self._prefetched |= self._read_all(now)
-        return self._fetch(manifest, self._lost_later(manifest))
-
-    def _lost_later(self, manifest: Manifest) -> tuple[int, ...]:
-        """Returns the slots that nobody applied in a step, as the next one says."""
-        key, following = records.step_key("manifests", manifest.step + 1), None
-        with contextlib.suppress(Damaged):
-            data = (self._prefetched.get(key) or self.store.get(key)) if self._closed else None
-            following = records.decode(Manifest, data)
-        if following is None or records.head(manifest, following.lost) != following.previous:
-            return ()
-        return following.lost
+        return self._fetch(manifest, self._steps.lost_later(manifest, self._peek))
 
     def read_ahead(self, first: int, steps: int) -> None:
         """Reads the manifests of the next steps at once, and lets `receive` read packets ahead.
@@ -319,10 +301,11 @@ class Member:
         with self._lock:
             if step in self._manifests:
                 return self._manifests[step]
-            key = records.step_key("manifests", step)
+            key, looked = records.step_key("manifests", step), time.monotonic()
             try:
                 data = self._get(key)
                 if data is None:
+                    self._absent = step, looked
                     return None
                 manifest = records.decode(Manifest, data, key)
                 return self._keep(step, manifest) if self._is_taken(step, manifest) else None
@@ -358,25 +341,24 @@ class Member:
 
     def head(self, step: int) -> str:
         """Returns the hash of what was decided up to a step, if this worker knows it."""
-        origin = records.sha256(self._closed.roster.run.encode()) if self._closed else ""
-        return self._hashes.get(step, origin)
+        return self._hashes.get(step, self._steps.origin)
+
+    @property
+    def counted(self) -> dict[int, frozenset[MemberId]]:
+        """Whose packets counted, by step, for snapshots to come of members only."""
+        return self._steps.counted
 
     def lost(self, step: int) -> tuple[int, ...]:
         """Returns the slots whose packets of a step this worker did not apply."""
         return self._lost.get(step, ())
 
     def go_on_from(self, index: SnapshotIndex, sha256: str) -> None:
-        """Goes on from a snapshot; the first step of a run follows the hash of its index.
-
-        In an open run nobody asks what a snapshot follows.
-        """
-        if self._closed is None:
-            return
+        """Goes on from a snapshot; the first step of a run follows the hash of its index."""
         with self._lock:
             self._manifests, self._lost, self.astray, self.turns = {}, {}, None, {}
             self._since = {index.step - 1: time.monotonic()}
             self._hashes = {index.step - 1: index.head if index.step else sha256}
-            self._closed.begin(index.step, index.roster)
+            self._steps.begin(index.step, index.roster)
 
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:
@@ -385,9 +367,7 @@ class Member:
             self._lost.pop(step, None)
             self._left -= manifest.members
             self._since[step] = time.monotonic()
-            if self._closed:
-                self._closed.hold(step + 1, manifest.roster)
-                self.counted[step] = manifest.members
+            self._steps.keep(step, manifest)
             for old in [n for n in self._manifests if n < step - 1]:
                 for kept in self._manifests, self._hashes, self._since, self._lost:
                     kept.pop(old, None)
@@ -412,45 +392,31 @@ class Member:
     def _is_taken(self, step: int, manifest: Manifest) -> bool:
         """Tells whether a manifest stands; in an open run each does.
 
-        With keys, members of the roster have signed its packets, and it follows from the one
-        before. If it does not, the side of more members goes on, and the other one begins anew.
+        With keys it is valid, and follows from the one before. If it does not follow, the side of
+        more members goes on, and the other one begins anew.
         """
-        if self._closed is None:
+        absent_step, absent = self._absent
+        if not self._steps.is_valid(step, manifest, absent if absent_step == step else 0.0):
+            return False
+        slots = self._slots_of(manifest)
+        if not self._steps.follows(manifest, self._hashes.get(step - 1, manifest.previous)):
+            return self._goes_astray(step, {manifest.previous: slots})
+        if step - 1 in self._manifests and manifest.lost != self.lost(step - 1):
+            return False
+        if not self._leaves_out_most(step, slots):
             return True
-        signed = (self._closed.is_signed(step, x, manifest.previous) for x in manifest.packets)
-        if manifest.step != step or not all(signed) or len(manifest.packets) < self.min_workers:
+        waits, now = PATIENT_DEADLINES * self.deadline, time.monotonic()
+        if now - self._since.setdefault(step - 1, now) < waits:
             return False
-        if max(self._slots_of(manifest)) >= self.slots:
-            return False
-        if not self._closed.knows(step + 1, manifest.roster):
-            log.warning("%s %d names a roster that is not there", self.unit, step)
-            return False
-        slots, stayed = self._slots_of(manifest), self._closed.roster.members()
-        held = self._closed.members(step)
-        if 2 * sum(held.get(n) == stayed.get(n) for n in slots) < len(slots):
-            return False  # by those who were taken out
-        if manifest.previous == self._hashes.get(step - 1, manifest.previous):
-            waits = PATIENT_DEADLINES * self.deadline
-            if step - 1 in self._manifests and manifest.lost != self._lost.get(step - 1, ()):
-                return False
-            if not self._leaves_out_most(step, slots):
-                return True
-            if (now := time.monotonic()) - self._since.setdefault(step - 1, now) < waits:
-                return False
-            self._cut = step
-            return True
-        return self._goes_astray(step, {manifest.previous: self._slots_of(manifest)})
+        self._cut = step
+        return True
 
     def _leaves_out_most(self, step: int, slots: Set[int]) -> bool:
         """Tells whether half of those who counted lately, and have not left, are missing.
 
         These are the last ten steps, so that nobody is left out half by half.
         """
-        if self._closed is None:
-            return False
-        lately = range(max(step - CUT_STEPS, self._cut), step)
-        counted = {slot for n in lately for slot, _ in self.counted.get(n, ())}
-        counted &= self._closed.members(step).keys()
+        counted = self._steps.counted_in(range(max(step - CUT_STEPS, self._cut), step))
         for slot in counted - slots if 2 * len(counted & slots) <= len(counted) else ():
             self._left |= self._steps.glance(step, self.head(step - 1), [slot]).left
         counted -= {slot for slot, _ in self._left} - slots
@@ -459,7 +425,8 @@ class Member:
     def _goes_astray(self, step: int, sides: Mapping[str, Set[int]]) -> bool:
         """Tells whether more members follow another head than this worker's own.
 
-        Who counted last is on its side unless he has signed for another one.
+        Who counted last is on its side unless he has signed for another one. If they are fewer, the
+        last manifest is put in place again, since theirs may stand there.
         """
         last, own = self._manifests.get(step - 1), self.head(step - 1)
         others = {head: slots for head, slots in sides.items() if head != own}
@@ -469,6 +436,9 @@ class Member:
         same = (self._slots_of(last) if last else set()) - set().union(*others.values())
         same |= sides.get(own, set())
         if (-len(others[best]), best) > (-len(same), own):
+            if last is not None and self._replaced < step:
+                self._replaced = step
+                self._steps.replace(step - 1, last)
             return False
         self.astray = (
             f"{len(others[best])} members go on from another {self.unit} {step - 1} than this "
@@ -498,8 +468,7 @@ class Member:
                 return manifest
             is_over = looked - started >= self.deadline
             folder = self._steps.look(step, head, folder, waits_for, thorough=is_over)
-            sides = self._signed_steps.sides(step) if self._signed_steps else {}
-            if self.astray or (sides and self._goes_astray(step, sides)):
+            if self.astray or self._goes_astray(step, self._steps.sides(step)):
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()
             self._read(step, present, size)
@@ -517,7 +486,7 @@ class Member:
             waited, deadline = looked - started, self.deadline
             if missing and self._leaves_out_most(step, {slot for slot, _ in arrived}):
                 deadline *= PATIENT_DEADLINES
-            may_decide = self._may_decide(step) and not self.is_unheard
+            may_decide = self._steps.may_decide(step) and not self.is_unheard
             is_enough = may_decide and len(arrived) >= self.min_workers
             if is_enough and (not missing or waited >= deadline):
                 self._cut = step if deadline > self.deadline else self._cut
@@ -526,40 +495,31 @@ class Member:
             if now - logged > LOG_EVERY_SECONDS:
                 logged = now
                 names = ", ".join(map(self.name_of, missing))
-                what = (
-                    f"waits for {names}, {waited:.0f} of at most {deadline:.0f} s"
-                    if len(arrived) >= self.min_workers
-                    else f"{len(arrived)} of at least {self.min_workers} workers are here; has "
-                    f"waited for more for {waited:.0f} s"
-                )
+                if self._steps.missing:
+                    what = f"waits, since {self._steps.missing}"
+                elif len(arrived) >= self.min_workers:
+                    what = f"waits for {names}, {waited:.0f} of at most {deadline:.0f} s"
+                else:
+                    what = (
+                        f"{len(arrived)} of at least {self.min_workers} workers are here; has "
+                        f"waited for more for {waited:.0f} s"
+                    )
                 self.tell(f"{self.unit} {step}: {what}")
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
     def _is_in_vain(self, step: int, slot: int) -> bool:
         """Tells whether a member has announced itself lately, and then sent nothing."""
-        return bool(self._closed) and step < self._vain.get(slot, -VAIN_STEPS) + VAIN_STEPS
+        return step - self._vain.get(slot, step) in range(1, self._steps.vain_steps)
 
     def _propose(self, step: int, packets: list[PacketRef]) -> Manifest:
-        if self._closed and (there := self.manifest(step)):  # written while it read packets
-            return there
-        named = self._name_roster() if self._closed else ""
-        packets, key = sorted(packets), records.step_key("manifests", step)
-        lost = self._lost.get(step - 1, ())
-        proposed = Manifest(step, tuple(packets), self.head(step - 1), time.time(), named, lost)
-        data = records.encode(proposed)
-        if self.store.create(key, data):
+        lost, key = self.lost(step - 1), records.step_key("manifests", step)
+        now, head, named = time.time(), self.head(step - 1), self._steps.roster
+        proposed = Manifest(step, tuple(sorted(packets)), head, now, named, lost)
+        if self.store.create(key, records.encode(proposed)):
             return self._keep(step, proposed)
-        if self._closed and self.manifest(step) is None:  # members do not take what stands there
-            self.store.put(key, data)
+        if self.manifest(step) is None and self._steps.may_decide(step):  # members do not take it
+            self._steps.replace(step, proposed)
         return self._decided(step)
-
-    def _name_roster(self) -> str:
-        """Returns the newest roster, which this worker looks for from time to time."""
-        assert self._closed is not None
-        if time.monotonic() - self._looked_for_roster > ROSTER_SECONDS:
-            self._closed.look_for_roster()
-            self._looked_for_roster = time.monotonic()
-        return roster.named(self._closed.roster)
 
     def _decided(self, step: int) -> Manifest:
         """Returns the manifest of a decided step, which the store may not show at once."""
@@ -601,6 +561,9 @@ class Member:
         objects = zip(keys, in_parallel(read, keys), strict=True)
         return {key: data for key, data in objects if data is not None}
 
+    def _peek(self, key: str) -> bytes | None:
+        return self._prefetched.get(key) or self.store.get(key)
+
     def _get(self, key: str) -> bytes | None:
         ahead = self._prefetched.pop(key, None)
         return self.store.get(key) if ahead is None else ahead
@@ -626,8 +589,8 @@ class Member:
                 packets = {slot: data for slot, data in packets.items() if slot not in lost}
                 swept = len(packets) < len(counted)
             if swept:  # which happens only after two later snapshots
-                indices = [x for x in self.store.names("snapshots") if x.endswith(".json")]
-                if sum(later > step for later in set(records.steps_of(indices))) < 2:
+                newest = snapshots.attested_steps(self.store, number=snapshots.NUM_KEPT)
+                if sum(later > step for later in newest) < snapshots.NUM_KEPT:
                     return None
             for packet in manifest.packets:
                 data = packets.get(packet.slot)
@@ -641,7 +604,7 @@ class Member:
         try:
             return self._retry(f"a packet that counts in {self.unit} {step}", attempt)
         except SwarmError as error:
-            if not self._closed or (result := attempt(is_last=True)) is None:
+            if not self._steps.goes_on_without or (result := attempt(is_last=True)) is None:
                 raise
             self.tell(f"{error} If most members have it, this worker goes back to a snapshot.")
             return result

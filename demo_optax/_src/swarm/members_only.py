@@ -4,21 +4,25 @@ It is a `Store` itself, so that the rest of the swarm knows nothing of signature
 names that nobody without the run's secret can tell in advance.
 """
 
+import collections
 import contextlib
 import os
 import re
+import time
 from collections.abc import Sequence
 
 from demo_optax._src.swarm import records, roster, seals
 from demo_optax._src.swarm.records import Damaged, PacketRef, SwarmError
 from demo_optax._src.swarm.roster import Roster
 from demo_optax._src.swarm.seals import SIGNATURE_BYTES
-from demo_optax._src.swarm.store import Store, log
+from demo_optax._src.swarm.store import Store, in_parallel, log
 
 HEAD = SIGNATURE_BYTES + 6  # of a sealed object: the signature, the roster's number, the slot
 
+_SETTINGS = r"run\.json|programs/[0-9a-f]{16}\.json"
 _OWN = re.compile(  # written by this slot alone
-    r"(?:slots/|(?:attested|packets)/\d{8,10}/|snapshots/\d{8,10}\.)(\d{3,9})(?:[/.]|$)"
+    rf"(?:slots/|(?:{_SETTINGS})/|(?:attested|packets)/\d{{8,10}}/|snapshots/\d{{8,10}}\.)"
+    r"(\d{3,9})(?:[/.]|$)"
 )
 _PART = re.compile(r"snapshots/\d{8,10}/[0-9a-f]{32}/\d{6}")  # an index has its hash
 _TAGGED = re.compile(r"(.*/)?([0-9a-f]{32})\.([^/]+)", re.DOTALL)
@@ -67,7 +71,9 @@ class MembersOnly(Store):
         self.inner, self.key, self.owner = store, seals.read_key(key), seals.read_public(owner)
         self.patience = getattr(store, "patience", 60.0)
         self._holds: list[tuple[int, int]] = []  # steps from which rosters hold, and their numbers
-        self._settings: dict[str, bytes] = {}  # that each new secret needs again
+        self._proven = 0  # the highest number that the owner has signed for all that is known
+        self.known_since = time.monotonic()  # the roster
+        self.min_workers = self.every = 1  # of the run, as its members know
         found = self._read_roster()
         if found is None or found.number < at_least:
             seen = f"number {found.number}" if found else "none"
@@ -114,28 +120,39 @@ class MembersOnly(Store):
         self._holds = [(step, roster.number_of(named))]
 
     def knows(self, step: int, named: str) -> bool:
-        """Tells whether a roster is there that may hold from a step on: numbers never fall."""
+        """Tells whether a roster is there that may hold from a step on: numbers never fall.
+
+        A name proves that there is a roster, and then this member goes on with no earlier one.
+        """
         number = roster.number_of(named)
-        if number > self.roster.number:
+        if number > self.roster.number and roster.is_proven(named, self.owner):
+            if named.startswith(self.roster.run):
+                self._proven = max(self._proven, number)
             self.look_for_roster()
-        is_there = named == f"{number} {self.roster.hash_of(number)}"
+        is_there = number > 0 and named == self.roster.named(number)
         return is_there and number >= self.number_at(step)
+
+    @property
+    def missing(self) -> str:
+        """What is to be put back before this member decides anything, or an empty text."""
+        if self._proven <= self.roster.number:
+            return ""
+        return (
+            f"{roster.KEY} holds roster {self.roster.number}, but the owner has signed number "
+            f"{self._proven}: put that one back"
+        )
 
     def hold(self, step: int, named: str) -> None:
         """Lets a roster hold from a step on."""
         if (number := roster.number_of(named)) > self.number_at(step):
             self._holds = [*self._holds, (step, number)]
-            for key, body in self._settings.items():
-                self.create(key, body)
 
     def look_for_roster(self) -> None:
         """Takes over a roster of a higher number, if there is one."""
         found = self._read_roster()
-        if found is not None and found.number > self.roster.number:
-            is_known = self.roster.sha256 in found.earlier
-            if is_known and (opened := found.secrets(self.key)):
-                self._secrets = opened
-            self.roster = found if is_known else self.roster
+        if found is not None and self.roster.name in found.earlier:
+            self._secrets = found.secrets(self.key) or self._secrets
+            self.roster, self.known_since = found, time.monotonic()
 
     def sign(self, step: int, packet: PacketRef, previous: str, kind: str = "packet") -> PacketRef:
         """Returns a reference with this member's signature."""
@@ -161,11 +178,15 @@ class MembersOnly(Store):
         self.inner.put(self._name(key), self._sealed(key, data))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Writes an object unless a valid one exists; what is not valid is overwritten."""
-        if records.step_in(key) is None:
-            self._settings |= {} if key.startswith("slots/") else {key: data}
-            if self.get(key) is not None:
-                return False
+        """Writes an object unless a valid one exists; what is not valid is overwritten.
+
+        Each member has settings of its own, of which those of most are the run's.
+        """
+        if re.fullmatch(_SETTINGS, key):
+            self.put(f"{key}/{self.slot:03d}", data)
+            return True
+        if self.get(key) is not None:
+            return False
         sealed = self._sealed(key, data)
         if self.inner.create(self._name(key), sealed):
             return True
@@ -175,6 +196,8 @@ class MembersOnly(Store):
         return self.get(key) == data  # others may have done the same
 
     def get(self, key: str) -> bytes | None:
+        if re.fullmatch(_SETTINGS, key):
+            return self._settings_of_most(key)
         for generation in self._generations(key):
             with contextlib.suppress(Damaged):  # much too large
                 data = self.inner.get(self._name(key, generation))
@@ -182,6 +205,16 @@ class MembersOnly(Store):
                 if body is not None:
                     return body
         return None
+
+    def _settings_of_most(self, key: str) -> bytes | None:
+        """Returns the settings of most members, or this member's if no others have more votes."""
+        members = self.roster.members()
+        votes = in_parallel(self.get, [f"{key}/{slot:03d}" for slot in members])
+        counts = collections.Counter(x for x in votes if x is not None)
+        best = [data for data, n in counts.items() if n == max(counts.values())]
+        signs = [public.signs for public in members.values()]
+        own = dict(zip(signs, votes, strict=True)).get(self.key.public.signs)
+        return own if own in best else best[0] if len(best) == 1 else None
 
     def names(self, folder: str) -> list[str]:
         return sorted(filter(None, (self._plain(folder, x) for x in self.inner.names(folder))))

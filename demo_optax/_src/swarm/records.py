@@ -48,7 +48,7 @@ class Manifest(NamedTuple):
     packets: tuple[PacketRef, ...]  # in the order of their slots, at most one per slot
     previous: str  # `head` of the step before; "" in the first one of an open run
     time: float  # seconds since 1970, by the clock of the worker that wrote it
-    roster: str = ""  # number and hash of that which holds from the next step on
+    roster: str = ""  # the name of that which holds from the next step on
     lost: tuple[int, ...] = ()  # slots whose packets of the step before nobody applies
 
     @property
@@ -74,7 +74,7 @@ class SnapshotIndex(NamedTuple):
     digest: str  # of the arrays
     head: str = ""  # of the step before
     since: int = 0  # the step of the last snapshot that was attested
-    roster: str = ""  # that holds in the step
+    roster: str = ""  # the name of that which holds in the step
     lost: tuple[int, ...] = ()  # slots whose packets of the step before nobody applied
 
 
@@ -83,7 +83,7 @@ R = TypeVar("R", bound=Manifest | Claim | SnapshotIndex)
 _COUNT, _TEXT, _HASH = r"\d{1,10}", '".*"', '"[0-9a-f]{64}"'
 _TOKENS = r"\d{1,16}(?:\.\d{1,20})?(?:e-\d{1,2})?"  # as `packet_key` writes them
 _PACKET = rf'\[{_COUNT}, {_COUNT}, {_HASH}, {_COUNT}, {_TOKENS}, "(?:[0-9a-f]{{128}})?"\]'
-ROSTER = "[0-9]{1,8} [0-9a-f]{64}"  # its number and its hash
+ROSTER = "[0-9a-f]{32} [1-9][0-9]{0,7} [0-9a-f]{64} [0-9a-f]{128}"  # run, number, hash, signature
 _PATTERNS = {  # of the JSON of each field
     "step": _COUNT,
     "packets": rf"\[{_PACKET}(, {_PACKET})*\]",

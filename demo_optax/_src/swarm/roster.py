@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from demo_optax._src.swarm import records, seals
 from demo_optax._src.swarm.records import Damaged, SwarmError
-from demo_optax._src.swarm.seals import SIGNATURE_BYTES, Key, Public
+from demo_optax._src.swarm.seals import Key, Public
 
 KEY = "roster.json"
+MOST_NAME = 1000  # bytes that are read as one
 
 
 class Entry(NamedTuple):
@@ -29,13 +30,13 @@ class Entry(NamedTuple):
 class Roster(NamedTuple):
     """What the owner has signed."""
 
-    run: str  # 32 digits, which follow from the owner's key
+    run: str  # 32 digits, which follow from the owner's key and a random word
     number: int  # grows by 1 with each change
     entries: tuple[Entry, ...]
     generations: tuple[int, ...]  # numbers from which there was a new secret
-    earlier: tuple[str, ...]  # hashes of the rosters before
+    earlier: tuple[str, ...]  # names of the rosters before
     boxes: dict[str, str]  # all secrets, sealed for each member and the owner
-    sha256: str = ""  # of this one
+    name: str = ""  # its run, number, hash, and the owner's signature of these
 
     def members(self, number: int = 0) -> dict[int, Public]:
         """Returns the members by slot, under this number or an earlier one."""
@@ -46,9 +47,10 @@ class Roster(NamedTuple):
         """Returns which secret holds under a number."""
         return max(sum(first <= number for first in self.generations) - 1, 0)
 
-    def hash_of(self, number: int) -> str:
-        hashes = *self.earlier, self.sha256
-        return hashes[number - 1] if 0 < number <= len(hashes) else ""
+    def named(self, number: int) -> str:
+        """Returns how manifests name this roster, or the earlier one of a number."""
+        names = *self.earlier, self.name
+        return names[number - 1] if 0 < number <= len(names) else ""
 
     def secrets(self, key: Key) -> list[bytes]:
         """Returns the secrets of all generations, if they were sealed for this key."""
@@ -60,13 +62,14 @@ class Roster(NamedTuple):
 
 def parse(data: bytes | None, owner: Public) -> Roster | None:
     """Reads a roster if the owner has signed these bytes; else it is as if there was none."""
-    signature, body = (data or b"")[:SIGNATURE_BYTES], (data or b"")[SIGNATURE_BYTES:]
-    if not seals.is_signed(owner.signs, signature, "roster", records.sha256(body)):
+    line, _, body = (data or b"").partition(b"\n")
+    name = line[:MOST_NAME].decode(errors="replace")
+    if not is_proven(name, owner) or name.split()[2] != records.sha256(body):
         return None
     values = json.loads(body)
     entries = tuple(Entry(Public(*public), *rest) for public, *rest in values.pop("entries"))
     values |= {name: tuple(values[name]) for name in ("generations", "earlier")}
-    return Roster(**values, entries=entries, sha256=records.sha256(body))
+    return Roster(**values, entries=entries, name=name)
 
 
 def change(
@@ -106,25 +109,30 @@ def change(
     generations = roster.generations if roster else ()
     if without or not known:
         known, generations = [*known, secrets.token_bytes(32)], (*generations, number)
-    run = records.sha256(owner.public.signs.encode())[:32]
+    word = secrets.token_bytes(32)  # so that two places of an owner are two runs
+    run = roster.run if roster else seals.tag(word, owner.public.signs)[:16].hex()
     boxes = {
         x.signs: seals.close_box(x, b"".join(known), "secrets", run, number, x.signs).hex()
         for x in [*members, owner.public]
     }
-    earlier = (*roster.earlier, roster.sha256) if roster else ()
+    earlier = (*roster.earlier, roster.name) if roster else ()
     values = Roster(run, number, tuple(entries), generations, earlier, boxes)._asdict()
-    del values["sha256"]
+    del values["name"]
     body = json.dumps(values).encode()
-    return owner.sign("roster", records.sha256(body)) + body
+    said = run, number, records.sha256(body)
+    return " ".join(map(str, (*said, owner.sign("roster", *said).hex()))).encode() + b"\n" + body
 
 
-def named(roster: Roster) -> str:
-    """Returns how a manifest names a roster."""
-    return f"{roster.number} {roster.sha256}"
+def is_proven(name: str, owner: Public) -> bool:
+    """Tells whether the owner has signed a roster of this name, which need not be there."""
+    if not re.fullmatch(records.ROSTER, name):
+        return False
+    *said, signature = name.split()
+    return seals.is_signed(owner.signs, bytes.fromhex(signature), "roster", *said)
 
 
 def number_of(name: str) -> int:
     """Returns the number in the name of a roster, or 0 in an open run."""
     if name and not re.fullmatch(records.ROSTER, name):
         raise Damaged(f"{name!r} names no roster.")
-    return int(name.partition(" ")[0]) if name else 0
+    return int(name.split()[1]) if name else 0

@@ -6,25 +6,20 @@ packets need not wait long for a slow link. Orbax writes a checkpoint with all p
 but a single process writes a snapshot, in a thread, while the others train.
 """
 
-import collections
 import contextlib
 import hashlib
 import itertools
 import math
 import re
 import sys
-import threading
-import time
 import uuid
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax._src.swarm import records, roster
-from demo_optax._src.swarm.member import CUT_STEPS, Member
+from demo_optax._src.swarm import records
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import (
     Damaged,
@@ -39,10 +34,6 @@ Leaves = list[np.ndarray]
 
 NUM_KEPT = 2
 READ_TRIES = 5
-LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
-SIGNED_DRIFT = 1e-3  # up to which a member signs another's snapshot; measured: below 1e-6
-POLL_SECONDS = 0.25
-HEARD_SECONDS = 2.0  # between two looks for a snapshot that most have signed
 
 _INDEX = re.compile(r"(\d{8,10})(?:\.(\d{3,9}))?\.json")
 
@@ -109,12 +100,14 @@ def is_attested(
 ) -> bool:
     """Tells whether most of the members that counted since the last one have signed a snapshot.
 
-    Those counted are taken from the manifests, which must lead to the snapshot. Before the first
-    step nobody has counted, and one signature is enough. In an open run every snapshot is believed.
+    Those counted are taken from the manifests, which must lead to the snapshot, over at least as
+    many steps as lie between two snapshots. Before the first step nobody has counted, and one
+    signature is enough. In an open run every snapshot is believed.
     """
     if not isinstance(store, MembersOnly):
         return True
-    if not store.knows(index.step, index.roster) or not index.since < max(index.step, 1):
+    is_short = index.since > 0 and index.step - index.since < store.every
+    if is_short or not store.knows(index.step, index.roster):
         return False
     counted = _counted(store, index, known or {})
     if counted is None:
@@ -146,7 +139,8 @@ def _counted(
             return None
         signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)
         follows = before is None or records.head(before, manifest.lost) == manifest.previous
-        if manifest.step != step or not follows or not all(signed):
+        is_enough = len(manifest.packets) >= store.min_workers
+        if manifest.step != step or not follows or not is_enough or not all(signed):
             return None
         before, counted = manifest, counted | manifest.members
     return counted if before is None or records.head(before, index.lost) == index.head else None
@@ -217,12 +211,15 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
 
     Snapshots before the step ``first`` are of no use to the worker.
     """
+    failures, closed = [], store if isinstance(store, MembersOnly) else None
     if not steps_of(store):
-        chain: dict[str, Any] = {}
-        if isinstance(store, MembersOnly):
-            chain["roster"] = roster.named(store.roster)
-        write(store, 0, own, **chain)
-    failures: list[str] = []
+        is_taken = _is_taken(store)  # before it looks again, since others may begin the run
+        if is_taken and not steps_of(store):
+            failures.append(
+                "there is none, but other objects of a run, perhaps under a newer roster"
+            )
+        elif not is_taken:
+            write(store, 0, own, roster=closed.roster.name if closed else "")
     for _ in range(READ_TRIES):  # a snapshot that is swept meanwhile has a successor
         for step, slot in [x for x in _newest(store) if x[0] >= first]:
             try:
@@ -237,11 +234,19 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
                 return index, leaves
             except Damaged as error:
                 failures.append(str(error))
+    failures += [closed.missing] if closed and closed.missing else []
     reasons = "; ".join(dict.fromkeys(failures)) or f"none of step {first} or later is there"
     raise SwarmError(
         f"no snapshot can be read: {reasons}. Make sure that model and optimizer are those of the "
         "run, or start a new run in another place."
     )
+
+
+def _is_taken(store: Store) -> bool:
+    """Tells whether a run has begun, or there are objects of one that this store does not know."""
+    inner, folders = getattr(store, "inner", store), ("slots", "snapshots", "manifests")
+    is_foreign = any(len(inner.names(x)) > len(store.names(x)) for x in folders)
+    return is_foreign or bool(store.names("manifests"))
 
 
 def _newest(store: Store) -> list[tuple[int, int | None]]:
@@ -256,18 +261,21 @@ def steps_of(store: Store) -> list[int]:
     return sorted({step for step, _ in _newest(store)})
 
 
-def attested_steps(store: Store, until: int, number: int = 0) -> list[int]:
-    """Returns the steps of the newest snapshots that are believed, in order."""
-    found: set[int] = set()
-    for step, slot in [x for x in _newest(store) if x[0] <= until]:
+def attested(
+    store: Store, steps: range, known: Mapping[int, frozenset[MemberId]] | None = None
+) -> Iterator[SnapshotIndex]:
+    """Yields the indices of the snapshots of these steps that are believed, newest first."""
+    for step, slot in [x for x in _newest(store) if x[0] in steps]:
         with contextlib.suppress(Damaged):
-            if not isinstance(store, MembersOnly) or (
-                (index := read_index(store, step, slot)) and is_attested(store, index)
-            ):
-                found.add(step)
-                if len(found) == number:
-                    break
-    return sorted(found)
+            index = read_index(store, step, slot)
+            if index is not None and is_attested(store, index, known):
+                yield index
+
+
+def attested_steps(store: Store, until: int = sys.maxsize, number: int | None = None) -> list[int]:
+    """Returns the steps of the newest snapshots that are believed, in order."""
+    steps = itertools.groupby(index.step for index in attested(store, range(until + 1)))
+    return sorted(step for step, _ in itertools.islice(steps, number))
 
 
 def sweep(store: Store, step: int) -> None:
@@ -286,210 +294,38 @@ def sweep(store: Store, step: int) -> None:
         store.delete([f"{folder}/{name}" for name in old])
 
 
+def _is_floating(x: np.ndarray) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
 def is_finite(leaves: Leaves) -> bool:
-    floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    return all(bool(np.isfinite(x.astype(np.float32)).all()) for x in floating)
+    return all(bool(np.isfinite(x.astype(np.float32)).all()) for x in leaves if _is_floating(x))
+
+
+def has_equal_integers(own: Leaves, other: Leaves) -> bool:
+    """Tells whether all arrays that do not hold floats are equal."""
+    pairs = zip(own, other, strict=True)
+    return all(_is_floating(y) or np.array_equal(x, y) for x, y in pairs)
 
 
 def relative_difference(own: Leaves, other: Leaves) -> float:
-    """Returns the norm of the difference of all floats, relative to the norm of ``other``.
+    """Returns the largest difference of an array of floats, relative to the norm of ``other``.
 
-    It is 1 if ``other`` holds nothing but zeros, and differs.
+    An array whose numbers are smaller than those of all arrays on average is taken to have numbers
+    of that size. The difference is 1 if ``other`` holds nothing but zeros, and differs.
     """
-    differences, norms = [0.0], [0.0]
+    measured = [(0.0, 0.0, 0.0)]
     for x, y in zip(own, other, strict=True):
-        if jnp.issubdtype(y.dtype, jnp.floating):
-            norms.append(float(np.linalg.norm(y.astype(np.float64))))
-            differences.append(float(np.linalg.norm(x.astype(np.float64) - y.astype(np.float64))))
-    difference, norm = math.hypot(*differences), math.hypot(*norms)
-    return difference / (norm or difference or 1.0)
+        if _is_floating(y):
+            x, y = x.astype(np.float64), y.astype(np.float64)
+            measured.append((math.sqrt(y.size), np.linalg.norm(x - y), np.linalg.norm(y)))
+    roots, differences, norms = map(np.array, zip(*measured, strict=True))
+    usual = roots * np.linalg.norm(norms) / (np.linalg.norm(roots) or 1.0)
+    norms = np.maximum(norms, usual)
+    norms = np.where(norms > 0, norms, np.where(differences > 0, differences, 1.0))
+    return float(np.max(differences / norms))
 
 
 def _as_bytes(x: np.ndarray) -> np.ndarray:
     """Returns an array's memory; NumPy's buffers know no bfloat16."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-
-Comparison = tuple[int, float, Leaves | None]
-"""The step of a snapshot, the drift from it, and its arrays if a worker should go on from them."""
-
-
-class SnapshotTurns:
-    """Writes snapshots in turn with the other workers, or compares with theirs, in threads."""
-
-    def __init__(self, member: Member, every: int):
-        self.member, self.every = member, every
-        self._threads = ThreadPoolExecutor(2, "snapshots")
-        self._written: Future[None] | None = None
-        self._compared: Future[Comparison | None] | None = None
-        self._awaited = -1  # the step whose snapshot is awaited
-        self._last = 0  # the last step that had a turn
-        self._attested = 0  # the last step whose snapshot most members have signed
-        self._turns: collections.deque[int] = collections.deque([0, 0], 2)  # its own last ones
-        self._closing = threading.Event()
-
-    def take(self, step: int, shared: Leaves, num_params: int, manifest: Manifest) -> None:
-        """Writes a snapshot of the arrays before a step, or compares them with its writer's.
-
-        The members of the manifest, which all workers know, take turns. A worker that still writes
-        an earlier snapshot, or whose parameters are not finite, writes none.
-        """
-        members, self._last = [packet.member for packet in manifest.packets], step
-        writer = members[step // self.every % len(members)]
-        self.member.turns[step] = self.member.head(step - 1)
-        if writer != self.member.me:
-            if self._compared is None:
-                self._awaited = step
-                chain, slot = self._chain(step), self._slot_in_index(writer)
-                self._compared = self._threads.submit(
-                    self._compare, step, slot, shared, num_params, chain
-                )
-        elif self._written and not self._written.done():
-            self._warn(step, "was not written, since an earlier one is still being written")
-        elif not is_finite(shared[:num_params]):
-            self._warn(step, "was not written, since this worker's parameters are not finite")
-        else:  # its own arrays are newer than those that it still compares
-            self._awaited, self._compared = -1, None
-            self._written = self._threads.submit(self._write, step, shared, self._chain(step))
-
-    def comparison(self) -> Comparison | None:
-        """Returns the last comparison once it has ended, and only once."""
-        if self._compared is None or not self._compared.done():
-            return None
-        ended, self._compared = self._compared, None
-        return ended.result()
-
-    def close(self) -> None:
-        self._awaited = -1
-        self._closing.set()
-        self._threads.shutdown(wait=True)
-
-    def _chain(self, step: int) -> dict[str, Any]:
-        """Returns what the index of a snapshot must say of the steps before."""
-        store = self.member.store
-        if not isinstance(store, MembersOnly):
-            return {"head": self.member.head(step - 1)}
-        named = f"{(number := store.number_at(step))} {store.roster.hash_of(number)}"
-        lost = self.member.lost(step - 1)
-        return {"head": self.member.head(step - 1), "roster": named, "lost": lost}
-
-    def _slot_in_index(self, writer: MemberId) -> int | None:
-        return writer[0] if isinstance(self.member.store, MembersOnly) else None
-
-    def _last_attested(self, before: int) -> int:
-        """Returns the step of the newest snapshot that most members have signed."""
-        store, known, turns = self.member.store, self.member.counted, self.member.turns
-        for step, slot in [x for x in _newest(store) if self._attested < x[0] < before]:
-            with contextlib.suppress(Damaged):
-                index = read_index(store, step, slot)
-                if index is None or index.head != turns.get(step, index.head):
-                    continue  # or of those who went on from another step
-                if is_attested(store, index, known):
-                    self._attested = step
-                    break
-        for step in [x for x in list(known) if x < min(self._attested, before - CUT_STEPS)]:
-            known.pop(step, None)
-        for step in [x for x in list(turns) if x < self._attested]:
-            turns.pop(step, None)
-        return self._attested
-
-    def _write(self, step: int, shared: Leaves, chain: dict[str, Any]) -> None:
-        try:
-            store, wait = self.member.store, self.member.wait_for_transfers
-            if isinstance(store, MembersOnly):
-                chain["since"] = self._last_attested(step)
-                self._wait_until_heard(step, chain["since"])
-            slot = self._slot_in_index(self.member.me)
-            if write(store, step, shared, wait, slot, **chain):
-                sweep(store, step)
-            else:
-                self._warn(step, "was not written, since another one stands in its place")
-        except (OSError, Damaged) as error:  # another worker writes the next one
-            self._warn(step, f"was not written: {error}")
-
-    def _wait_until_heard(self, step: int, since: int) -> None:
-        """Lets this worker send nothing while nobody's snapshot is signed since two of its turns.
-
-        It may be on the smaller one of two sides that do not see each other.
-        """
-        if since >= self._turns[0]:
-            self._turns.append(step)
-            return
-        member, store = self.member, self.member.store
-        member.is_unheard = True
-        member.tell(
-            f"{member.unit} {step}: most members have signed no snapshot since that of {since}, so "
-            "this worker sends nothing until they do: let the owner take those out of the roster "
-            "that are gone for good"
-        )
-        while not any(x > since for x in attested_steps(store, sys.maxsize, 1)):
-            if self._closing.wait(HEARD_SECONDS):
-                return
-            if isinstance(store, MembersOnly):
-                store.look_for_roster()
-        self._turns.extend([0, 0])
-        member.astray, member.is_unheard = "a newer snapshot was signed by most members", False
-
-    def _compare(
-        self, step: int, slot: int | None, own: Leaves, num_params: int, chain: dict[str, Any]
-    ) -> Comparison | None:
-        """Awaits a step's snapshot; returns None if none comes, or it cannot be read."""
-        store, own_digest = self.member.store, digest(own)
-        try:
-            while (index := read_index(store, step, slot)) is None and self._awaited == step:
-                if any(step < later <= self._last for later in steps_of(store)):
-                    return None  # its writer was gone, or skipped it
-                time.sleep(POLL_SECONDS)
-            if index is None or self._awaited != step:
-                return None
-            may_sign = self._agrees(index, chain)
-            if index.digest == own_digest:
-                if may_sign:
-                    attest(store, index)
-                return step, 0.0, None
-            leaves = read(store, index, own, before_part=self.member.wait_for_transfers)
-        except (OSError, Damaged) as error:
-            self._warn(step, f"was not compared: {error}")
-            return None
-        # Each by itself, since numbers such as a residual's norm may be far larger than the rest.
-        state = range(num_params, len(own))
-        arrays, numbers = ([n for n in state if bool(own[n].ndim) == b] for b in (True, False))
-        drifts = [
-            relative_difference([own[n] for n in part], [leaves[n] for n in part])
-            for part in (range(num_params), arrays, numbers)
-        ]
-        drift = float(np.max(drifts))
-        is_own_broken = not math.isfinite(drift) and is_finite(leaves)
-        is_closed = isinstance(store, MembersOnly)
-        if may_sign and drift <= SIGNED_DRIFT:
-            attest(store, index)
-        if drift <= SIGNED_DRIFT or is_own_broken or (drift < LARGEST_DRIFT and not is_closed):
-            return (step, drift, leaves) if self._is_believed(index) else None
-        differs = f"differs from this worker's parameters or state by {drift:.2g} of their norm"
-        if is_closed and self._is_believed(index):
-            self._warn(step, f"{differs}, and was taken over, since most members have signed it")
-            return step, drift, leaves
-        self._warn(
-            step,
-            f"{differs}, more than rounding explains, and was not taken over: stop the worker that "
-            "is wrong",
-        )
-        return step, drift, None
-
-    def _agrees(self, index: SnapshotIndex, chain: dict[str, Any]) -> bool:
-        """Tells whether this worker has come to the snapshot on the way that its index says."""
-        there = {name: getattr(index, name) for name in chain}
-        is_long = index.step - index.since >= self.every or not index.since
-        return there == chain and is_long and index.since <= self._last_attested(index.step)
-
-    def _is_believed(self, index: SnapshotIndex) -> bool:
-        """Waits until most members have signed a snapshot; none is taken over before."""
-        store = self.member.store
-        while not is_attested(store, index, self.member.counted):
-            if self._awaited != index.step or self._last > index.step:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
-
-    def _warn(self, step: int, what: str) -> None:
-        self.member.tell(f"the snapshot before {self.member.unit} {step} {what}")

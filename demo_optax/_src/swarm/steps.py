@@ -1,27 +1,69 @@
-"""What the workers say in a step: that they are here, that they have left, and their packets.
+"""The steps of an open run and of one for members only: what is said there, and what is believed.
 
-In an open run each says it by an object of its own, whose name a list finds. In a run for members
-only each has one object in a step, whose name the others know, and which it has signed.
+In an open run each worker says that it is here, that it has left, and its packet by an object of
+its own, whose name a list finds. In a run for members only each has one object in a step, whose
+name the others know, and which it has signed. `Member` knows no other difference between the two.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, PacketRef, StepFolder
-from demo_optax._src.swarm.store import Store, in_parallel
+from demo_optax._src.swarm.store import Store, in_parallel, log
+
+ROSTER_SECONDS = 10.0  # between two looks for a roster of a higher number
 
 MARKS = {mark.encode(): mark for mark in ("here", "left", "ends")}
 EMPTY = StepFolder({}, frozenset(), frozenset(), frozenset())
 
 
 class ListedSteps:
-    """The steps of an open run."""
+    """The steps of an open run, in which everything is believed."""
+
+    vain_steps = 0
+    shortest_round = 0.0
+    goes_on_without = False
+    missing = origin = roster = ""
 
     def __init__(self, store: Store, slots: int):
         self._store, self._slots = store, slots
+        self.counted: dict[int, frozenset[MemberId]] = {}
+
+    def name(self, worker: str) -> str:
+        return worker
+
+    def may_decide(self, step: int) -> bool:
+        return True
+
+    def counted_in(self, steps: range) -> set[int]:
+        return set()
+
+    def begin(self, step: int, named: str) -> None:
+        pass
+
+    def keep(self, step: int, manifest: Manifest) -> None:
+        pass
+
+    def is_valid(self, step: int, manifest: Manifest, absent: float) -> bool:
+        return True
+
+    def follows(self, manifest: Manifest, head: str) -> bool:
+        return True
+
+    def lost_later(
+        self, manifest: Manifest, read: Callable[[str], bytes | None]
+    ) -> tuple[int, ...]:
+        return ()
+
+    def replace(self, step: int, manifest: Manifest) -> None:
+        pass
+
+    def sides(self, step: int) -> Mapping[str, set[int]]:
+        return {}
 
     def glance(self, step: int, head: str, waits_for: Iterable[int]) -> StepFolder:
         folder = records.step_key("packets", step)
@@ -69,10 +111,23 @@ class Said(NamedTuple):
 
 
 class SignedSteps:
-    """The steps of a run for members only."""
+    """The steps of a run for members only, in which only what members have signed is believed.
+
+    Attributes:
+      counted: whose packets counted, by step, for snapshots to come.
+      vain_steps: steps in which nobody waits again for a member that announced itself in vain.
+      shortest_round: the share of a median round after which a member may end it for all.
+      goes_on_without: whether a packet counts for nobody if most could not read it.
+    """
+
+    vain_steps = 10
+    shortest_round = 0.5
+    goes_on_without = True
 
     def __init__(self, store: MembersOnly, slots: int):
         self._store, self._slots = store, slots
+        self.counted: dict[int, frozenset[MemberId]] = {}
+        self._looked_for_roster = 0.0
         self._said: dict[int, dict[int, Said]] = {}  # by step and slot
         self._asked: int | None = None  # the slot that the last glance was at
         self._looks = 0  # so that each glance is at another slot
@@ -96,6 +151,87 @@ class SignedSteps:
             self.read_all(step, self._open(step, self._store.members(step)))
         return self.folder(step, head)
 
+    def name(self, worker: str) -> str:
+        return self._store.members(0)[self._store.slot].name
+
+    @property
+    def missing(self) -> str:
+        """What must be there before anything is decided, or an empty text."""
+        return self._store.missing
+
+    @property
+    def origin(self) -> str:
+        """What the first step follows while no snapshot was read."""
+        return records.sha256(self._store.roster.run.encode())
+
+    @property
+    def roster(self) -> str:
+        """The newest roster, which this worker looks for from time to time."""
+        if time.monotonic() - self._looked_for_roster > ROSTER_SECONDS:
+            self._store.look_for_roster()
+            self._looked_for_roster = time.monotonic()
+        return self._store.roster.name
+
+    def may_decide(self, step: int) -> bool:
+        """Tells whether this worker is a member in a step, and nothing is missing."""
+        return self._store.slot in self._store.members(step) and not self.missing
+
+    def counted_in(self, steps: range) -> set[int]:
+        """Returns the slots that counted in some steps, and are members in the next one."""
+        slots = {slot for n in steps for slot, _ in self.counted.get(n, ())}
+        return slots & self._store.members(steps.stop).keys()
+
+    def begin(self, step: int, named: str) -> None:
+        """Says which roster holds from a snapshot on."""
+        self._store.begin(step, named)
+
+    def keep(self, step: int, manifest: Manifest) -> None:
+        """Lets a manifest stand."""
+        self._store.hold(step + 1, manifest.roster)
+        self.counted[step] = manifest.members
+
+    def is_valid(self, step: int, manifest: Manifest, absent: float) -> bool:
+        """Tells whether members have signed enough packets, and the owner the named roster.
+
+        At the time ``absent`` there was no manifest. One that came long after this member knew its
+        roster, and names an earlier one, is by somebody to whom that was shown again.
+        """
+        signed = (self._store.is_signed(step, x, manifest.previous) for x in manifest.packets)
+        slots, held = {x.slot for x in manifest.packets}, self._store.members(step)
+        is_enough = len(slots) >= self._store.min_workers and max(slots) < self._slots
+        if manifest.step != step or not is_enough or not all(signed):
+            return False
+        if not self._store.knows(step + 1, manifest.roster):
+            log.warning("step %d names a roster that is not there", step)
+            return False
+        known, stayed = self._store.roster, self._store.roster.members()
+        is_late = absent > self._store.known_since + 2 * ROSTER_SECONDS
+        if manifest.roster != known.name and is_late:
+            return False
+        return 2 * sum(held.get(n) == stayed.get(n) for n in slots) >= len(slots)
+
+    def follows(self, manifest: Manifest, head: str) -> bool:
+        """Tells whether a manifest is of this member's side; in an open run there is one."""
+        return manifest.previous == head
+
+    def lost_later(
+        self, manifest: Manifest, read: Callable[[str], bytes | None]
+    ) -> tuple[int, ...]:
+        """Returns the slots that nobody applied in a step, if most who counted have signed that."""
+        later = manifest.step + 1
+        with contextlib.suppress(Damaged):
+            following = records.decode(Manifest, read(records.step_key("manifests", later)))
+            head = records.head(manifest, following.lost)
+            said = [x for x in following.packets if self._store.is_signed(later, x, head)]
+            signed = {x.slot for x in said} & {x.slot for x in manifest.packets}
+            if 2 * len(signed) > len(manifest.packets):
+                return following.lost
+        return ()
+
+    def replace(self, step: int, manifest: Manifest) -> None:
+        """Writes a manifest in place of one that this member's side does not believe."""
+        self._store.put(records.step_key("manifests", step), records.encode(manifest))
+
     def read_all(self, step: int, slots: Collection[int]) -> None:
         """Reads what these members have said; it may not be called in a thread for requests."""
         found = in_parallel(lambda slot: self._read(step, slot), slots)
@@ -113,7 +249,7 @@ class SignedSteps:
         elsewhere = {x.packet.member for x in said if x.mark is None and x.head != head}
         return StepFolder(packets, marked["here"], marked["left"] | elsewhere, frozenset())
 
-    def sides(self, step: int) -> dict[str, set[int]]:
+    def sides(self, step: int) -> Mapping[str, set[int]]:
         """Returns the slots of the members that sent a packet, by the head that it follows."""
         sides: dict[str, set[int]] = {}
         for slot, said in self._said.get(step, {}).items():
@@ -185,3 +321,9 @@ class SignedSteps:
 def _key(step: int, slot: int | None) -> str:
     name = "ends" if slot is None else f"{slot:03d}.packet"
     return f"{records.step_key('packets', step)}/{name}"
+
+
+def steps_for(store: Store, slots: int) -> ListedSteps | SignedSteps:
+    return (
+        SignedSteps(store, slots) if isinstance(store, MembersOnly) else ListedSteps(store, slots)
+    )

@@ -21,6 +21,7 @@ from demo_optax._src.swarm.programs import compile_programs, require_optimizer
 from demo_optax._src.swarm.records import Manifest, SwarmError
 from demo_optax._src.swarm.replicated_state import replace_leaves, shared_leaves, to_host
 from demo_optax._src.swarm.round_clock import RoundClock
+from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
 from demo_optax._src.swarm.under_way import ExchangeUnderWay, SwarmMetrics
 
 LEAVE_SECONDS = 10.0  # for which a worker that leaves waits for the result of its last packet
@@ -120,7 +121,7 @@ class SwarmWorker:
         self._facts |= dict(steps_per_round=tx.steps_per_round, round_seconds=round_seconds)
         self._facts |= facts or {}
         self._under_way = ExchangeUnderWay(member)
-        self._turns = snapshots.SnapshotTurns(member, snapshot_every) if member else None
+        self._turns = SnapshotTurns(member, snapshot_every) if member else None
         self._has_rounds, self._clock = bool(tx.steps_per_round), None
         if member and tx.steps_per_round:
             self._clock = RoundClock(member, tx.steps_per_round, round_seconds)

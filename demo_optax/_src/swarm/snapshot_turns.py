@@ -1,0 +1,201 @@
+"""Whose turn it is to write a snapshot, and what the others do with it."""
+
+import collections
+import math
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from demo_optax._src.swarm import snapshots
+from demo_optax._src.swarm.member import CUT_STEPS, Member
+from demo_optax._src.swarm.members_only import MembersOnly
+from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, SnapshotIndex
+from demo_optax._src.swarm.snapshots import Leaves
+
+LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
+SIGNED_DRIFT = 1e-3  # up to which a member signs another's snapshot; measured: below 1e-6
+POLL_SECONDS = 0.25
+HEARD_SECONDS = 2.0  # between two looks for a snapshot that most have signed
+
+Comparison = tuple[int, float, Leaves | None]
+"""The step of a snapshot, the drift from it, and its arrays if a worker should go on from them."""
+
+
+class SnapshotTurns:
+    """Writes snapshots in turn with the other workers, or compares with theirs, in threads."""
+
+    def __init__(self, member: Member, every: int):
+        self.member, self.every = member, every
+        if isinstance(member.store, MembersOnly):
+            member.store.every = every
+        self._threads = ThreadPoolExecutor(2, "snapshots")
+        self._written: Future[None] | None = None
+        self._compared: Future[Comparison | None] | None = None
+        self._awaited = -1  # the step whose snapshot is awaited
+        self._last = 0  # the last step that had a turn
+        self._attested = 0  # the last step whose snapshot most members have signed
+        self._turns: collections.deque[int] = collections.deque([0, 0], 2)  # its own last ones
+        self._closing = threading.Event()
+
+    def take(self, step: int, shared: Leaves, num_params: int, manifest: Manifest) -> None:
+        """Writes a snapshot of the arrays before a step, or compares them with its writer's.
+
+        The members of the manifest, which all workers know, take turns. A worker that still writes
+        an earlier snapshot, or whose parameters are not finite, writes none.
+        """
+        members, self._last = [packet.member for packet in manifest.packets], step
+        writer = members[step // self.every % len(members)]
+        self.member.turns[step] = self.member.head(step - 1)
+        if writer != self.member.me:
+            if self._compared is None:
+                self._awaited = step
+                chain, slot = self._chain(step), self._slot_in_index(writer)
+                self._compared = self._threads.submit(
+                    self._compare, step, slot, shared, num_params, chain
+                )
+        elif self._written and not self._written.done():
+            self._warn(step, "was not written, since an earlier one is still being written")
+        elif not snapshots.is_finite(shared[:num_params]):
+            self._warn(step, "was not written, since this worker's parameters are not finite")
+        else:  # its own arrays are newer than those that it still compares
+            self._awaited, self._compared = -1, None
+            self._written = self._threads.submit(self._write, step, shared, self._chain(step))
+
+    def comparison(self) -> Comparison | None:
+        """Returns the last comparison once it has ended, and only once."""
+        if self._compared is None or not self._compared.done():
+            return None
+        ended, self._compared = self._compared, None
+        return ended.result()
+
+    def close(self) -> None:
+        self._awaited = -1
+        self._closing.set()
+        self._threads.shutdown(wait=True)
+
+    def _chain(self, step: int) -> dict[str, Any]:
+        """Returns what the index of a snapshot must say of the steps before."""
+        store = self.member.store
+        is_closed = isinstance(store, MembersOnly)
+        named = store.roster.named(store.number_at(step)) if is_closed else ""
+        lost = self.member.lost(step - 1)
+        return {"head": self.member.head(step - 1), "roster": named, "lost": lost}
+
+    def _slot_in_index(self, writer: MemberId) -> int | None:
+        return writer[0] if isinstance(self.member.store, MembersOnly) else None
+
+    def _last_attested(self, before: int) -> int:
+        """Returns the step of the newest snapshot that most members have signed."""
+        store, known, turns = self.member.store, self.member.counted, self.member.turns
+        for index in snapshots.attested(store, range(self._attested + 1, before), known):
+            if index.head == turns.get(index.step, index.head):  # else it is of another side
+                self._attested = index.step
+                break
+        for step in [x for x in list(known) if x < min(self._attested, before - CUT_STEPS)]:
+            known.pop(step, None)
+        for step in [x for x in list(turns) if x < self._attested]:
+            turns.pop(step, None)
+        return self._attested
+
+    def _write(self, step: int, shared: Leaves, chain: dict[str, Any]) -> None:
+        try:
+            store, wait = self.member.store, self.member.wait_for_transfers
+            if isinstance(store, MembersOnly):
+                chain["since"] = self._last_attested(step)
+                self._wait_until_heard(step, chain["since"])
+            slot = self._slot_in_index(self.member.me)
+            if snapshots.write(store, step, shared, wait, slot, **chain):
+                snapshots.sweep(store, step)
+            else:
+                self._warn(step, "was not written, since another one stands in its place")
+        except (OSError, Damaged) as error:  # another worker writes the next one
+            self._warn(step, f"was not written: {error}")
+
+    def _wait_until_heard(self, step: int, since: int) -> None:
+        """Lets this worker send nothing while nobody's snapshot is signed since two of its turns.
+
+        It may be on the smaller one of two sides that do not see each other.
+        """
+        if since >= self._turns[0]:
+            self._turns.append(step)
+            return
+        member, store = self.member, self.member.store
+        member.is_unheard = True
+        member.tell(
+            f"{member.unit} {step}: most members have signed no snapshot since that of {since}, so "
+            "this worker sends nothing until they do: let the owner take those out of the roster "
+            "that are gone for good"
+        )
+        while not any(x > since for x in snapshots.attested_steps(store, number=1)):
+            if self._closing.wait(HEARD_SECONDS):
+                return
+            if isinstance(store, MembersOnly):
+                store.look_for_roster()
+        self._turns.extend([0, 0])
+        member.astray, member.is_unheard = "a newer snapshot was signed by most members", False
+
+    def _compare(
+        self, step: int, slot: int | None, own: Leaves, num_params: int, chain: dict[str, Any]
+    ) -> Comparison | None:
+        """Awaits a step's snapshot; returns None if none comes, or it cannot be read."""
+        store, own_digest = self.member.store, snapshots.digest(own)
+        try:
+            while self._awaited == step and not (index := snapshots.read_index(store, step, slot)):
+                if any(step < later <= self._last for later in snapshots.steps_of(store)):
+                    return None  # its writer was gone, or skipped it
+                time.sleep(POLL_SECONDS)
+            if self._awaited != step:
+                return None
+            may_sign = self._agrees(index, chain)
+            if index.digest == own_digest:
+                if may_sign:
+                    snapshots.attest(store, index)
+                return step, 0.0, None
+            leaves = snapshots.read(store, index, own, before_part=self.member.wait_for_transfers)
+        except (OSError, Damaged) as error:
+            self._warn(step, f"was not compared: {error}")
+            return None
+        # Each by itself, since numbers such as a residual's norm may be far larger than the rest.
+        state = range(num_params, len(own))
+        arrays, numbers = ([n for n in state if bool(own[n].ndim) == b] for b in (True, False))
+        drifts = [
+            snapshots.relative_difference([own[n] for n in part], [leaves[n] for n in part])
+            for part in (range(num_params), arrays, numbers)
+        ]
+        drift = float(np.max(drifts))
+        is_own_broken = not math.isfinite(drift) and snapshots.is_finite(leaves)
+        is_closed = isinstance(store, MembersOnly)
+        if may_sign and drift <= SIGNED_DRIFT and snapshots.has_equal_integers(own, leaves):
+            snapshots.attest(store, index)
+        if drift <= SIGNED_DRIFT or is_own_broken or (drift < LARGEST_DRIFT and not is_closed):
+            return (step, drift, leaves) if self._is_believed(index) else None
+        differs = f"differs from this worker's parameters or state by {drift:.2g} of their norm"
+        if is_closed and self._is_believed(index):
+            self._warn(step, f"{differs}, and was taken over, since most members have signed it")
+            return step, drift, leaves
+        self._warn(
+            step,
+            f"{differs}, more than rounding explains, and was not taken over: stop the worker that "
+            "is wrong",
+        )
+        return step, drift, None
+
+    def _agrees(self, index: SnapshotIndex, chain: dict[str, Any]) -> bool:
+        """Tells whether this worker has come to the snapshot on the way that its index says."""
+        there = {name: getattr(index, name) for name in chain}
+        return there == chain and index.since <= self._last_attested(index.step)
+
+    def _is_believed(self, index: SnapshotIndex) -> bool:
+        """Waits until most members have signed a snapshot; none is taken over before."""
+        store = self.member.store
+        while not snapshots.is_attested(store, index, self.member.counted):
+            if self._awaited != index.step or self._last > index.step:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _warn(self, step: int, what: str) -> None:
+        self.member.tell(f"the snapshot before {self.member.unit} {step} {what}")
