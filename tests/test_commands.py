@@ -324,15 +324,20 @@ def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
     assert printed("swarm roster run --owner owner.key --without rome") == (
         "roster 2 of run\n  slot 0: paris\n"
     )
-    Member(MembersOnly(ObjectStore("run"), "paris.key", "owner.pub")).exchange(0, b"a packet")
+    store = ObjectStore("run")
+    second = store.get("roster.json")
+    Member(MembersOnly(store, "paris.key", "owner.pub")).exchange(0, b"a packet")
     for key in ("paris.key", "owner.key"):
         shown = printed(f"swarm run --key {key} --owner owner.pub")
         assert "members: paris" in shown and "members only, roster 2: paris" in shown
+    assert printed("swarm roster run --owner owner.key rome.pub").startswith("roster 3")
+    store.put("roster.json", second)  # as whoever may write there can
+    assert printed("swarm roster run --owner owner.key --without rome").startswith("roster 4")
     for line, said in [
         ("swarm run", "the run at 'run' is for members only: give --key"),
         ("swarm run --key paris.key", "the run at 'run' is for members only: give --key"),
         ("swarm run --owner owner.pub", "the run at 'run' is for members only: give --key"),
-        ("swarm run --key rome.key --owner owner.pub", "the key of rome is not in roster 2"),
+        ("swarm run --key rome.key --owner owner.pub", "the key of rome is not in roster 4"),
         ("swarm roster run --owner rome.key", "has a roster that rome has not signed"),
     ]:
         with pytest.raises(SystemExit, match=said):

@@ -5,6 +5,7 @@ demo-optax swarm roster s3://bucket/run --owner owner.key --without rome
 """
 
 import argparse
+import pathlib
 from collections.abc import Callable
 
 
@@ -28,13 +29,24 @@ def run(args: argparse.Namespace) -> None:
         )
     if before is None and any(place.names(folder) for folder in ("slots", "manifests")):
         raise ValueError(
-            f"{args.place} has an open run, which stays open: give the roster a place of its own."
+            f"{args.place} has an open run, which stays open: give the roster a place of its own. "
+            f"If its {roster.KEY} was deleted, put back the copy beside the owner's key."
         )
+    if before is not None:  # who put back an earlier one gets no second one of the next number
+        kept = _kept(args.owner, before.run)
+        last = roster.parse(kept.read_bytes(), owner.public) if kept.exists() else None
+        before = max(before, last or before, key=lambda x: x.number)
     added = map(seals.read_public, args.public)
     signed = roster.change(before, owner, added, args.without)
-    place.put(roster.KEY, signed)
     written = roster.parse(signed, owner.public)
     assert written is not None  # the owner has just signed it
+    _kept(args.owner, written.run).write_bytes(signed)
+    place.put(roster.KEY, signed)
     print(f"roster {written.number} of {args.place}")
     for slot, public in sorted(written.members().items()):
         print(f"  slot {slot}: {public.name}")
+
+
+def _kept(owner: str, run: str) -> pathlib.Path:
+    """Returns the file that keeps the last roster of a run, beside its owner's key."""
+    return pathlib.Path(f"{owner}.{run}.roster")
