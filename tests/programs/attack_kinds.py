@@ -19,17 +19,17 @@ from demo_optax.swarm import ObjectStore, SwarmError
 HUGE = 10**9  # bytes
 HOLD = 6.0  # seconds for which objects are gone
 PAUSE = 0.2  # seconds between two tries, about a step
-OBJECTS = {  # what an attacker sees of each kind of object
-    "manifest": r"manifests/.*",
-    "packet": r"packets/.*",
-    "claim": r"slots/.*",
-    "index": r"snapshots/.*\.json",
-    "snapshot": r"snapshots/.*/\d{6}",
-    "attestation": r"attested/.*",
-    "run.json": r"(\w+\.)?run\.json",
-    "programs": r"programs/.*",
-    "roster": r"roster\.json",
+OBJECTS = {  # the folder of each kind of object, and what its names are like
+    "manifest": ("manifests", r".*"),
+    "packet": ("packets", r".*"),
+    "claim": ("slots", r".*"),
+    "index": ("snapshots", r".*\.json"),
+    "snapshot": ("snapshots", r".*/\d{6}"),
+    "attestation": ("attested", r".*"),
+    "run.json": ("run.json", r".*"),
+    "programs": ("programs", r".*"),
 }
+KEYS = {"roster": "roster.json"}
 
 
 class Attacker:
@@ -47,11 +47,12 @@ class Attacker:
 
     def objects(self, kind: str, newest: int = 0) -> list[str]:
         """Physical keys of the members' objects of one kind, by step."""
-        pattern = OBJECTS[kind]
-        folder = pattern.partition("/")[0] if "/" in pattern else ""
-        names = [f"{folder}/{x}".lstrip("/") for x in self.store.names(folder)]
-        found = [x for x in names if re.fullmatch(pattern, x) and x not in self.made]
-        return sorted(found, key=step_in)[-newest:]
+        if kind in KEYS:
+            return [KEYS[kind]]
+        folder, pattern = OBJECTS[kind]
+        names = [x for x in self.store.names(folder) if re.fullmatch(pattern, x)]
+        found = {f"{folder}/{x}" for x in names} - self.made
+        return sorted(found, key=lambda key: (step_in(key), key))[-newest:]
 
     def step(self) -> int:
         """The step in progress."""
@@ -252,14 +253,14 @@ KINDS: dict[str, Callable[[Attacker, int], None]] = {
     "forged index": forged("index", "snapshots/{step:08d}.000.json"),
     "forged snapshot": forged("snapshot", "snapshots/{step:08d}/" + "0" * 32 + "/000000"),
     "forged attestation": forged("attestation", "attested/{step:08d}/000"),
-    "forged run.json": forged("run.json", "run.json"),
-    "forged programs": forged("programs", "programs/{n:016d}.json"),
+    "forged run.json": forged("run.json", "run.json/001"),
+    "forged programs": forged("programs", "programs/{n:016d}.json/001"),
     "roster of a higher number": forged_roster,
     "a packet of another step": packet_of_another_step,
     "a reference exchanged": manifest_with_one_reference_exchanged,
     "an object of 1 GB": huge,
-    **{f"deleted: {x}": functools.partial(deleted, kind=x) for x in OBJECTS},
-    **{f"overwritten: {x}": functools.partial(overwritten, kind=x) for x in OBJECTS},
+    **{f"deleted: {x}": functools.partial(deleted, kind=x) for x in (*OBJECTS, *KEYS)},
+    **{f"overwritten: {x}": functools.partial(overwritten, kind=x) for x in (*OBJECTS, *KEYS)},
     "100,000 objects of garbage": garbage,
     "a file for a folder to come": file_for_a_folder,
     "an odd name": odd_name,
