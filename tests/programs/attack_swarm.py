@@ -37,13 +37,14 @@ from benchmarks.chaos.stores import StoreName, served
 from demo_optax._src.swarm import worker as worker_module
 from demo_optax.swarm import Left, Member, MembersOnly, ObjectStore, SwarmError, SwarmWorker
 from tests import swarms
-from tests.programs import attack_kinds
+from tests.programs import attack_kinds, attack_lies
 from tests.programs.attack_kinds import HOLD, PAUSE
 
 SETTINGS = {"slots": 5, "min_workers": 2, "deadline": 2.0}
 PATIENCE, BACK = 3.0, 60.0  # seconds: of a store; in which members go on afterwards
 NAMES = "paris", "rome", "oslo", "lima"  # oslo lies later on; lima joins after each kind
 TRAINING = NAMES[:3]
+TX = demo_optax.demo_scaled(1e-2, exchange=demo_optax.AllGather(norm_limit=10))
 MOST_MOVED = 20.0  # medians of a step: a snapshot of other parameters moves them further
 
 
@@ -106,7 +107,7 @@ class Trainer(threading.Thread):
         self.watch(member)
         settings = {"snapshot_every": self.run_.every} | self.settings
         ledger, mesh = self.run_.ledger, swarms.mesh_of_worker(0)
-        with SwarmWorker(swarms.loss_fn, self.run_.tx, mesh, member, **settings) as worker:
+        with SwarmWorker(swarms.loss_fn, TX, mesh, member, **settings) as worker:
             params, state = worker.begin(swarms.initial_params(), swarms.batch_of(0, 0))
             before, number = self.note(worker, params), worker.number
             while not (self.ending.is_set() or self.again.is_set()):
@@ -168,8 +169,6 @@ class Run:
         self.ledger, self.at_least = Ledger(), 1
         self.liars: tuple[str, ...] = ()
         self.expelled: tuple[str, ...] = ()
-        exchange = demo_optax.AllGather(norm_limit=10)
-        self.tx = demo_optax.demo_scaled(1e-2, exchange=exchange)
         self.command("key", owner)
         self.command("roster", url, "--owner", f"{owner}.key", *(f"{x}.pub" for x in NAMES))
         self.members = [Trainer(self, name) for name in TRAINING]
@@ -272,7 +271,7 @@ def lie(run: Run, kind: str, tries: int) -> Row:
 
     def happens() -> int:
         for n in range(tries):
-            attack_kinds.LIES[kind](liar, n)
+            attack_lies.LIES[kind](liar, n)
             time.sleep(2 * PAUSE)
         return tries
 
@@ -294,7 +293,7 @@ def attack_all(run: Run, elsewhere: str, options: argparse.Namespace, show: Call
             repair = functools.partial(attacker.submit, attack_kinds.restore)
             show(judge(run, kind, lambda do=attack: do().result(), lambda do=repair: do().result()))
             attacker.submit(attack_kinds.clean).result()
-    for kind in filter(functools.partial(re.search, options.only), attack_kinds.LIES):
+    for kind in filter(functools.partial(re.search, options.only), attack_lies.LIES):
         show(lie(run, kind, options.tries))
 
 
@@ -331,9 +330,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--store", choices=get_args(StoreName), default="folder", help="Azurite is azure's")
     add("--tries", type=int, default=10, help="of each kind")
@@ -347,5 +344,6 @@ def parsed() -> argparse.Namespace:
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_disable_most_optimizations", True)  # it compiles sooner
     worker_module.compile_programs = swarms.compile_once
     sys.exit(main(parsed()))
