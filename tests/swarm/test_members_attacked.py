@@ -47,7 +47,9 @@ def test_a_roster_that_another_owner_signed_does_not_exist(run):
     run.make("mallory")
     before = run.roster()
     public = seals.read_public(run.folder / "mallory.pub")
-    forged = roster.change(before._replace(boxes={}, generations=()), run.key("mallory"), [public])
+    forged = roster.change(
+        before._replace(boxes={}, number=0, earlier=(before.name,)), run.key("mallory"), [public]
+    )
     joined = run.members()
     run.anybody.put(roster.KEY, forged)
     for member in joined:
@@ -576,10 +578,10 @@ def test_no_member_replaces_the_settings_that_most_have(run):
         agreement.require(store, {"slots": 8}, device)
     run.make("lima")
     run.change("lima")
-    for overwritten in "", "/001", "/000":
+    for overwritten in "", "settings/001/", "settings/000/":
         for name in "run.json", f"programs/{records.sha256(b'cpu')[:16]}.json":
-            rome.put(f"{name}{overwritten}", b'{"slots": "9"}')
-        if overwritten != "/000":
+            rome.put(f"{overwritten}{name}", b'{"slots": "9"}')
+        if overwritten != "settings/000/":
             with pytest.raises(SwarmError, match="slots is 8 there and 9 here"):
                 agreement.compare(run.store("rome"), {"slots": 9})
         for name in "oslo", "lima":

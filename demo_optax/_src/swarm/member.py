@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
 from demo_optax._src.swarm import records, snapshots
-from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import (
     Damaged,
     Manifest,
@@ -108,7 +107,7 @@ class Member:
         checks.static_integer("min_workers", min_workers, at_least=1)
         if deadline is not None:
             checks.in_interval("deadline", deadline, "(0, inf)")
-        self._steps = steps_for(store, slots)
+        self._steps = steps_for(store, slots, min_workers)
         worker = self._steps.name(worker)
         if not worker or not isinstance(worker, str) or not worker.isprintable():
             raise ValueError(
@@ -150,8 +149,6 @@ class Member:
         self._leaving = threading.Event()
         self._lock = threading.RLock()  # with a delay, the exchange has a thread of its own
         self._transferring = threading.Lock()  # packets, for which snapshots make way
-        if isinstance(store, MembersOnly):
-            store.min_workers = min_workers
         self.slot, self.incarnation = claim(store, worker, uuid.uuid4().hex, slots)
 
     @property

@@ -19,9 +19,9 @@ from demo_optax._src.swarm.store import Store, in_parallel, log
 
 HEAD = SIGNATURE_BYTES + 6  # of a sealed object: the signature, the roster's number, the slot
 
-_SETTINGS = r"run\.json|programs/[0-9a-f]{16}\.json"
+_SETTINGS = re.compile(r"run\.json|programs/[0-9a-f]{16}\.json")
 _OWN = re.compile(  # written by this slot alone
-    rf"(?:slots/|(?:{_SETTINGS})/|(?:attested|packets)/\d{{8,10}}/|snapshots/\d{{8,10}}\.)"
+    r"(?:(?:slots|settings)/|(?:attested|packets)/\d{8,10}/|snapshots/\d{8,10}\.)"
     r"(\d{3,9})(?:[/.]|$)"
 )
 _PART = re.compile(r"snapshots/\d{8,10}/[0-9a-f]{32}/\d{6}")  # an index has its hash
@@ -182,8 +182,8 @@ class MembersOnly(Store):
 
         Each member has settings of its own, of which those of most are the run's.
         """
-        if re.fullmatch(_SETTINGS, key):
-            self.put(f"{key}/{self.slot:03d}", data)
+        if _SETTINGS.fullmatch(key):
+            self.put(f"settings/{self.slot:03d}/{key}", data)
             return True
         if self.get(key) is not None:
             return False
@@ -196,11 +196,12 @@ class MembersOnly(Store):
         return self.get(key) == data  # others may have done the same
 
     def get(self, key: str) -> bytes | None:
-        if re.fullmatch(_SETTINGS, key):
+        if _SETTINGS.fullmatch(key):
             return self._settings_of_most(key)
-        for generation in self._generations(key):
+        held = self.number_at(records.step_in(key))
+        for number in [held] if held else range(len(self._secrets), 0, -1):
             with contextlib.suppress(Damaged):  # much too large
-                data = self.inner.get(self._name(key, generation))
+                data = self.inner.get(self._name(key, number))
                 body = data if _PART.fullmatch(key) else self._opened(key, data)
                 if body is not None:
                     return body
@@ -209,7 +210,7 @@ class MembersOnly(Store):
     def _settings_of_most(self, key: str) -> bytes | None:
         """Returns the settings of most members, or this member's if no others have more votes."""
         members = self.roster.members()
-        votes = in_parallel(self.get, [f"{key}/{slot:03d}" for slot in members])
+        votes = in_parallel(self.get, [f"settings/{slot:03d}/{key}" for slot in members])
         counts = collections.Counter(x for x in votes if x is not None)
         best = [data for data, n in counts.items() if n == max(counts.values())]
         signs = [public.signs for public in members.values()]
@@ -220,7 +221,7 @@ class MembersOnly(Store):
         return sorted(filter(None, (self._plain(folder, x) for x in self.inner.names(folder))))
 
     def delete(self, keys: Sequence[str]) -> None:
-        every = range(len(self._secrets))
+        every = range(1, len(self._secrets) + 1)
         self.inner.delete(sorted({self._name(key, n) for key in keys for n in every}))
 
     def _read_roster(self) -> Roster | None:
@@ -228,25 +229,18 @@ class MembersOnly(Store):
             return roster.parse(self.inner.get(roster.KEY), self.owner)
         return None
 
-    def _generations(self, key: str) -> Sequence[int]:
-        number = self.number_at(records.step_in(key))
-        return [self._current(number)] if number else range(len(self._secrets))[::-1]
+    def _number_for(self, key: str) -> int:
+        """Returns the number of the roster under which this member writes an object."""
+        newest = self._holds[-1][1] if self._holds else self.roster.number
+        return self.number_at(records.step_in(key)) or newest
 
-    def _current(self, number: int) -> int:
-        return min(self.roster.generation(number), len(self._secrets) - 1)
-
-    def _newest(self) -> int:
-        """Returns the number under which this member writes what belongs to no step."""
-        return self._holds[-1][1] if self._holds else self.roster.number
-
-    def _name(self, key: str, generation: int | None = None) -> str:
+    def _name(self, key: str, number: int = 0) -> str:
+        """Returns the name of an object under a roster; who was taken out knows earlier ones."""
         if _PART.fullmatch(key):
             return key
-        if generation is None:
-            number = self.number_at(records.step_in(key)) or self._newest()
-            generation = self._current(number)
+        secret = self._secrets[: number or self._number_for(key)][-1]
         folder, slash, name = key.rpartition("/")
-        tag = seals.tag(self._secrets[generation], "name", self.roster.run, key)[:16].hex()
+        tag = seals.tag(secret, "name", self.roster.run, key)[:16].hex()
         return f"{folder}{slash}{tag}.{name}"
 
     def _plain(self, folder: str, name: str) -> str | None:
@@ -257,14 +251,13 @@ class MembersOnly(Store):
             return None
         plain = (match[1] or "") + match[3]
         key = f"{folder}/{plain}"
-        names = {self._name(key, n) for n in range(len(self._secrets))}
+        names = {self._name(key, n) for n in range(1, len(self._secrets) + 1)}
         return plain if f"{folder}/{name}" in names else None
 
     def _sealed(self, key: str, body: bytes) -> bytes:
         if _PART.fullmatch(key):
             return body
-        number = self.number_at(records.step_in(key)) or self._newest()
-        about = number.to_bytes(4, "big") + self.slot.to_bytes(2, "big")
+        about = self._number_for(key).to_bytes(4, "big") + self.slot.to_bytes(2, "big")
         digest = records.sha256(body)
         return self.key.sign("object", self.roster.run, key, about, digest) + about + body
 

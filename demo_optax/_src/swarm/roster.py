@@ -33,9 +33,8 @@ class Roster(NamedTuple):
     run: str  # 32 digits, which follow from the owner's key and a random word
     number: int  # grows by 1 with each change
     entries: tuple[Entry, ...]
-    generations: tuple[int, ...]  # numbers from which there was a new secret
     earlier: tuple[str, ...]  # names of the rosters before
-    boxes: dict[str, str]  # all secrets, sealed for each member and the owner
+    boxes: dict[str, str]  # the secrets of all numbers, sealed for each member and the owner
     name: str = ""  # its run, number, hash, and the owner's signature of these
 
     def members(self, number: int = 0) -> dict[int, Public]:
@@ -43,17 +42,13 @@ class Roster(NamedTuple):
         at = number or self.number
         return {x.slot: x.public for x in self.entries if x.first <= at <= (x.last or at)}
 
-    def generation(self, number: int) -> int:
-        """Returns which secret holds under a number."""
-        return max(sum(first <= number for first in self.generations) - 1, 0)
-
     def named(self, number: int) -> str:
         """Returns how manifests name this roster, or the earlier one of a number."""
         names = *self.earlier, self.name
         return names[number - 1] if 0 < number <= len(names) else ""
 
     def secrets(self, key: Key) -> list[bytes]:
-        """Returns the secrets of all generations, if they were sealed for this key."""
+        """Returns the secrets of all numbers, if they were sealed for this key."""
         signs = key.public.signs
         box = bytes.fromhex(self.boxes.get(signs, ""))
         content = key.open_box(box, "secrets", self.run, self.number, signs) or b""
@@ -68,14 +63,14 @@ def parse(data: bytes | None, owner: Public) -> Roster | None:
         return None
     values = json.loads(body)
     entries = tuple(Entry(Public(*public), *rest) for public, *rest in values.pop("entries"))
-    values |= {name: tuple(values[name]) for name in ("generations", "earlier")}
-    return Roster(**values, entries=entries, name=name)
+    earlier = tuple(values.pop("earlier"))
+    return Roster(**values, entries=entries, earlier=earlier, name=name)
 
 
 def change(
     roster: Roster | None, owner: Key, added: Iterable[Public] = (), without: Collection[str] = ()
 ) -> bytes:
-    """Returns the signed bytes of the next roster; taking somebody out makes a new secret."""
+    """Returns the signed bytes of the next roster, which has a secret of its own."""
     number = roster.number + 1 if roster else 1
     entries = list(roster.entries) if roster else []
     present = {x.public.name for x in entries if not x.last}
@@ -104,11 +99,9 @@ def change(
     if not (members := [x.public for x in entries if not x.last]):
         raise SwarmError(f"roster {number} needs a member: give the public line of at least one.")
     known = roster.secrets(owner) if roster else []
-    if roster and len(known) != len(roster.generations):
+    if len(known) != number - 1:
         raise SwarmError("this owner's key does not open the secrets: give the key that made them.")
-    generations = roster.generations if roster else ()
-    if without or not known:
-        known, generations = [*known, secrets.token_bytes(32)], (*generations, number)
+    known = [*known, secrets.token_bytes(32)]
     word = secrets.token_bytes(32)  # so that two places of an owner are two runs
     run = roster.run if roster else seals.tag(word, owner.public.signs)[:16].hex()
     boxes = {
@@ -116,7 +109,7 @@ def change(
         for x in [*members, owner.public]
     }
     earlier = (*roster.earlier, roster.name) if roster else ()
-    values = Roster(run, number, tuple(entries), generations, earlier, boxes)._asdict()
+    values = Roster(run, number, tuple(entries), earlier, boxes)._asdict()
     del values["name"]
     body = json.dumps(values).encode()
     said = run, number, records.sha256(body)

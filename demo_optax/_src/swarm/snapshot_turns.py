@@ -1,6 +1,7 @@
 """Whose turn it is to write a snapshot, and what the others do with it."""
 
 import collections
+import functools
 import math
 import threading
 import time
@@ -29,8 +30,9 @@ class SnapshotTurns:
 
     def __init__(self, member: Member, every: int):
         self.member, self.every = member, every
-        if isinstance(member.store, MembersOnly):
-            member.store.every = every
+        self._closed = member.store if isinstance(member.store, MembersOnly) else None
+        if self._closed:
+            self._closed.every = every
         self._threads = ThreadPoolExecutor(2, "snapshots")
         self._written: Future[None] | None = None
         self._compared: Future[Comparison | None] | None = None
@@ -78,14 +80,12 @@ class SnapshotTurns:
 
     def _chain(self, step: int) -> dict[str, Any]:
         """Returns what the index of a snapshot must say of the steps before."""
-        store = self.member.store
-        is_closed = isinstance(store, MembersOnly)
-        named = store.roster.named(store.number_at(step)) if is_closed else ""
-        lost = self.member.lost(step - 1)
+        closed, lost = self._closed, self.member.lost(step - 1)
+        named = closed.roster.named(closed.number_at(step)) if closed else ""
         return {"head": self.member.head(step - 1), "roster": named, "lost": lost}
 
     def _slot_in_index(self, writer: MemberId) -> int | None:
-        return writer[0] if isinstance(self.member.store, MembersOnly) else None
+        return writer[0] if self._closed else None
 
     def _last_attested(self, before: int) -> int:
         """Returns the step of the newest snapshot that most members have signed."""
@@ -103,7 +103,7 @@ class SnapshotTurns:
     def _write(self, step: int, shared: Leaves, chain: dict[str, Any]) -> None:
         try:
             store, wait = self.member.store, self.member.wait_for_transfers
-            if isinstance(store, MembersOnly):
+            if self._closed:
                 chain["since"] = self._last_attested(step)
                 self._wait_until_heard(step, chain["since"])
             slot = self._slot_in_index(self.member.me)
@@ -132,8 +132,8 @@ class SnapshotTurns:
         while not any(x > since for x in snapshots.attested_steps(store, number=1)):
             if self._closing.wait(HEARD_SECONDS):
                 return
-            if isinstance(store, MembersOnly):
-                store.look_for_roster()
+            if self._closed:
+                self._closed.look_for_roster()
         self._turns.extend([0, 0])
         member.astray, member.is_unheard = "a newer snapshot was signed by most members", False
 
@@ -142,12 +142,13 @@ class SnapshotTurns:
     ) -> Comparison | None:
         """Awaits a step's snapshot; returns None if none comes, or it cannot be read."""
         store, own_digest = self.member.store, snapshots.digest(own)
+        find = functools.partial(snapshots.read_index, store, step, slot)
         try:
-            while self._awaited == step and not (index := snapshots.read_index(store, step, slot)):
+            while (index := find()) is None and self._awaited == step:
                 if any(step < later <= self._last for later in snapshots.steps_of(store)):
                     return None  # its writer was gone, or skipped it
                 time.sleep(POLL_SECONDS)
-            if self._awaited != step:
+            if index is None or self._awaited != step:
                 return None
             may_sign = self._agrees(index, chain)
             if index.digest == own_digest:
@@ -167,13 +168,12 @@ class SnapshotTurns:
         ]
         drift = float(np.max(drifts))
         is_own_broken = not math.isfinite(drift) and snapshots.is_finite(leaves)
-        is_closed = isinstance(store, MembersOnly)
         if may_sign and drift <= SIGNED_DRIFT and snapshots.has_equal_integers(own, leaves):
             snapshots.attest(store, index)
-        if drift <= SIGNED_DRIFT or is_own_broken or (drift < LARGEST_DRIFT and not is_closed):
+        if drift <= SIGNED_DRIFT or is_own_broken or (drift < LARGEST_DRIFT and not self._closed):
             return (step, drift, leaves) if self._is_believed(index) else None
         differs = f"differs from this worker's parameters or state by {drift:.2g} of their norm"
-        if is_closed and self._is_believed(index):
+        if self._closed and self._is_believed(index):
             self._warn(step, f"{differs}, and was taken over, since most members have signed it")
             return step, drift, leaves
         self._warn(

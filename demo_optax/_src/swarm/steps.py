@@ -323,7 +323,8 @@ def _key(step: int, slot: int | None) -> str:
     return f"{records.step_key('packets', step)}/{name}"
 
 
-def steps_for(store: Store, slots: int) -> ListedSteps | SignedSteps:
-    return (
-        SignedSteps(store, slots) if isinstance(store, MembersOnly) else ListedSteps(store, slots)
-    )
+def steps_for(store: Store, slots: int, min_workers: int) -> ListedSteps | SignedSteps:
+    if not isinstance(store, MembersOnly):
+        return ListedSteps(store, slots)
+    store.min_workers = min_workers
+    return SignedSteps(store, slots)
