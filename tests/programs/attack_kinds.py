@@ -26,8 +26,8 @@ OBJECTS = {  # the folder of each kind of object, and what its names are like
     "index": ("snapshots", r".*\.json"),
     "snapshot": ("snapshots", r".*/\d{6}"),
     "attestation": ("attested", r".*"),
-    "run.json": ("run.json", r".*"),
-    "programs": ("programs", r".*"),
+    "run.json": ("settings", r".*run\.json"),
+    "programs": ("settings", r".*programs/.*"),
 }
 KEYS = {"roster": "roster.json"}
 
@@ -253,8 +253,8 @@ KINDS: dict[str, Callable[[Attacker, int], None]] = {
     "forged index": forged("index", "snapshots/{step:08d}.000.json"),
     "forged snapshot": forged("snapshot", "snapshots/{step:08d}/" + "0" * 32 + "/000000"),
     "forged attestation": forged("attestation", "attested/{step:08d}/000"),
-    "forged run.json": forged("run.json", "run.json/001"),
-    "forged programs": forged("programs", "programs/{n:016d}.json/001"),
+    "forged run.json": forged("run.json", "settings/001/run.json"),
+    "forged programs": forged("programs", "settings/001/programs/{n:016d}.json"),
     "roster of a higher number": forged_roster,
     "a packet of another step": packet_of_another_step,
     "a reference exchanged": manifest_with_one_reference_exchanged,
