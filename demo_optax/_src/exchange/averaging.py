@@ -202,17 +202,15 @@ def medians_and_weights(
     even number of packets is the lower one in the middle, and a wrong number in one packet moves it
     by at most one place.
     """
-
-    def median(numbers):
+    medians, weights = [], jnp.where(intact, headers.weight, 0.0)
+    for factor in 1.0, jnp.sqrt(headers.message_energy):
+        numbers = weights * factor
         numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
-        return numbers[jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2]
-
-    weights = jnp.where(intact, headers.weight, 0.0)
-    median_weight = median(weights)
-    if limit is not None:
-        weights = jnp.minimum(weights, limit * median_weight)
-    medians = jnp.stack([median_weight, median(weights * jnp.sqrt(headers.message_energy))])
-    return medians, _ratio(weights, jnp.max(weights))
+        middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
+        medians.append(numbers[middle])
+        if limit is not None:
+            weights = jnp.minimum(weights, limit * medians[0])
+    return jnp.stack(medians), _ratio(weights, jnp.max(weights))
 
 
 def norm_caps(
@@ -228,4 +226,5 @@ def norm_caps(
     if limit is None:
         return jnp.full_like(weights, largest)
     weights = jnp.clip(weights, medians[..., 0], limit * medians[..., 0])
+    weights = jnp.where(jnp.isfinite(weights), weights, 1.0)  # there is no median of no packets
     return jnp.minimum(limit * medians[..., 1] / weights, largest)

@@ -79,7 +79,7 @@ class TwoPhase:
       topk_back: number of coefficients of each block that an owner sends back, four times ``topk``
         by default. With shared positions the same coefficients come back.
       value_coding_back: coding of the values that it sends back, by default the compression's.
-      norm_limit: largest norm of a worker's message, as in `AllGather`. It applies in the first
+      norm_limit: what a worker's message may count for, as in `AllGather`. It applies in the first
         phase only, where each owner decides alone on its share of the blocks.
       residual_decay: factor of the residual on each step, in [0, 1]. With 1 nothing is ever lost,
         but the owner's results are older, and the loss was higher in our runs.

@@ -320,8 +320,8 @@ def relative_difference(own: Leaves, other: Leaves) -> float:
     for x, y in zip(own, other, strict=True):
         if _is_floating(y):
             x, y = x.astype(np.float64), y.astype(np.float64)
-            sizes = np.linalg.norm(x - y), np.linalg.norm(y)
-            measured.append((math.sqrt(y.size), *map(float, sizes)))
+            difference, norm = float(np.linalg.norm(x - y)), float(np.linalg.norm(y))
+            measured.append((math.sqrt(y.size), difference, norm))
     roots, differences, norms = map(np.array, zip(*measured, strict=True))
     usual = roots * np.linalg.norm(norms) / (np.linalg.norm(roots) or 1.0)
     norms = np.maximum(norms, usual)
