@@ -42,7 +42,7 @@ class Attacker:
         self.made: set[str] = set()  # keys of its own
         self.junk = {b""}  # what it wrote
         self.litter: list[str] = []  # what is in the way of lists
-        self.odd: list = []
+        self.odd: dict[str, Callable[[], object]] = {}  # how to undo it
         self.replaced: dict[str, bytes] = {}  # what members wrote, and is gone
 
     def objects(self, kind: str, newest: int = 0) -> list[str]:
@@ -217,20 +217,24 @@ def odd_name(at: Attacker, n: int) -> None:
     for folder in "snapshots", "slots", "manifests", "packets":
         if place := folder_of(at.url):
             for name in b"a\nb", b"\xff":
-                (place / folder / os.fsdecode(name)).touch()
+                path = place / folder / os.fsdecode(name)
+                path.touch()
+                at.odd[str(path)] = path.unlink
         elif at.url.startswith("s3:"):
             import boto3  # as moto needs it
 
             key = f"{at.url.partition('//')[2].partition('/')[2]}/{folder}//x"
             bucket = boto3.resource("s3", endpoint_url=os.environ["AWS_ENDPOINT"]).Bucket("chaos")
-            at.odd.append(bucket.put_object(Key=key, Body=b"x"))
+            at.odd[key] = bucket.put_object(Key=key, Body=b"x").delete
 
 
 def file_for_a_folder(at: Attacker, n: int) -> None:
     """A file where the folder of a step to come has its place, as everybody can tell."""
-    if folder := folder_of(at.url):
-        with contextlib.suppress(OSError):
-            (folder / f"packets/{at.step() + 2:08d}").touch(exist_ok=False)
+    if place := folder_of(at.url):
+        path = place / f"packets/{at.step() + 2:08d}"
+        if not path.exists():
+            path.touch()
+            at.odd[str(path)] = path.unlink
 
 
 def deleted(at: Attacker, n: int, kind: str) -> None:
@@ -272,7 +276,7 @@ def attack(kind: str, tries: int) -> int:
     lasts = kind.startswith(("deleted", "overwritten"))
     ended, done = time.monotonic() + HOLD * lasts, 0
     while done < tries or time.monotonic() < ended:
-        if not lasts:
+        if not lasts and not ATTACKERS[0].odd:  # then it could not list either
             ATTACKERS[0].wait()
         KINDS[kind](ATTACKERS[0], done)
         done += 1
@@ -286,14 +290,12 @@ def restore() -> None:
 
 def clean() -> None:
     """Takes away what is in the way of lists."""
-    ATTACKERS[0].store.delete(ATTACKERS[0].litter)
-    for odd in ATTACKERS[0].odd:
-        odd.delete()
-    ATTACKERS[0].litter, ATTACKERS[0].odd = [], []
-    if folder := folder_of(ATTACKERS[0].url):
-        odd = [x for x in folder.rglob("*") if not x.name.isprintable()]
-        for path in [*odd, *(x for x in (folder / "packets").iterdir() if x.is_file())]:
-            path.unlink()
+    at = ATTACKERS[0]
+    for undo in at.odd.values():
+        with contextlib.suppress(OSError):
+            undo()
+    at.store.delete(at.litter)
+    at.litter, at.odd = [], {}
 
 
 ATTACKERS: list[Attacker] = []
