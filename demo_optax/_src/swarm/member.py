@@ -350,12 +350,14 @@ class Member:
         return self._lost.get(step, ())
 
     def go_on_from(self, index: SnapshotIndex, sha256: str) -> None:
-        """Goes on from a snapshot; the first step of a run follows the hash of its index."""
+        """Goes on from a snapshot; the first step of a run follows the hash of its index.
+
+        In an open run nobody asks what a snapshot follows.
+        """
         with self._lock:
             self._manifests, self._lost, self.astray, self.turns = {}, {}, None, {}
             self._since = {index.step - 1: time.monotonic()}
-            self._hashes = {index.step - 1: index.head if index.step else sha256}
-            self._steps.begin(index.step, index.roster)
+            self._hashes = self._steps.begin(index, sha256)
 
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:

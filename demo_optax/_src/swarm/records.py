@@ -46,7 +46,7 @@ class Manifest(NamedTuple):
 
     step: int  # in which the packets were built
     packets: tuple[PacketRef, ...]  # in the order of their slots, at most one per slot
-    previous: str  # `head` of the step before, or the hash of the first snapshot's index
+    previous: str  # `head` of the step before; "" in the first one of an open run
     time: float  # seconds since 1970, by the clock of the worker that wrote it
     roster: str = ""  # the name of that which holds from the next step on
     lost: tuple[int, ...] = ()  # slots whose packets of the step before nobody applies

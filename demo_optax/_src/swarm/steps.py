@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.members_only import MembersOnly
-from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, PacketRef, StepFolder
+from demo_optax._src.swarm.records import (
+    Damaged,
+    Manifest,
+    MemberId,
+    PacketRef,
+    SnapshotIndex,
+    StepFolder,
+)
 from demo_optax._src.swarm.store import Store, in_parallel, log
 
 ROSTER_SECONDS = 10.0  # between two looks for a roster of a higher number
@@ -42,8 +49,8 @@ class ListedSteps:
     def counted_in(self, steps: range) -> set[int]:
         return set()
 
-    def begin(self, step: int, named: str) -> None:
-        pass
+    def begin(self, index: SnapshotIndex, sha256: str) -> dict[int, str]:
+        return {}
 
     def keep(self, step: int, manifest: Manifest) -> None:
         pass
@@ -181,9 +188,10 @@ class SignedSteps:
         slots = {slot for n in steps for slot, _ in self.counted.get(n, ())}
         return slots & self._store.members(steps.stop).keys()
 
-    def begin(self, step: int, named: str) -> None:
-        """Says which roster holds from a snapshot on."""
-        self._store.begin(step, named)
+    def begin(self, index: SnapshotIndex, sha256: str) -> dict[int, str]:
+        """Goes on from a snapshot, and returns the head of its step, by the step."""
+        self._store.begin(index.step, index.roster)
+        return {index.step - 1: index.head if index.step else sha256}
 
     def keep(self, step: int, manifest: Manifest) -> None:
         """Lets a manifest stand."""
