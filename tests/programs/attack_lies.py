@@ -80,6 +80,7 @@ def a_roster_without_it(liar, n: int) -> None:
             time.sleep(0.2)
         time.sleep(2)  # for the steps that had been decided before
         run.at_least, run.expelled = 2, (liar.name,)
+        liar.is_out_of = place.get("roster.json")
     place.put("roster.json", liar.was_in)
     step = max(run.ledger.counted) + 1
     for key in f"packets/{step:08d}/002.packet", f"manifests/{step:08d}", "run.json":
@@ -87,6 +88,14 @@ def a_roster_without_it(liar, n: int) -> None:
         liar.store.put(key, liar.store.get(known) or b"{}")
     for name in place.names(f"packets/{step:08d}"):
         place.put(f"packets/{step:08d}/{name}", place.get(name) or b"x")
+    time.sleep(0.2)
+    place.put("roster.json", liar.is_out_of)  # as its owner does
+
+
+def other_settings(liar, n: int) -> None:
+    """Settings with which nobody else can take part."""
+    facts = json.loads(liar.store.get("run.json") or b"{}")
+    liar.store.create("run.json", json.dumps(facts | {"slots": "99"}).encode())
 
 
 LIES = {
@@ -96,5 +105,6 @@ LIES = {
     "key: forged snapshots": forged_snapshots,
     "key: here without end": here_without_end,
     "key: a weight of 1e15": a_weight_of_1e15,
+    "key: other settings": other_settings,
     "key: a roster without it": a_roster_without_it,
 }

@@ -193,14 +193,16 @@ class Run:
             time.sleep(0.05)
         return late
 
-    def join(self) -> tuple[float, list[str]]:
-        """Lets a newcomer take three steps; returns the seconds that it took, and its errors."""
+    def join(self) -> tuple[float, list[str], bool]:
+        """Lets a newcomer take three steps: its seconds, its errors, and whether it took them."""
         newcomer, began = Trainer(self, NAMES[3], steps=3), time.monotonic()
         newcomer.start()
         newcomer.join(BACK)
         newcomer.ending.set()
-        refused = [] if len(newcomer.times) == 3 else ["THE NEWCOMER TOOK NO PART", *newcomer.said]
-        return time.monotonic() - began, [*refused, *(f"newcomer: {x}" for x in newcomer.errors)]
+        has_joined = len(newcomer.times) == 3
+        said = [] if has_joined else newcomer.said
+        said = [f"newcomer: {x}" for x in (*newcomer.errors, *said)]
+        return time.monotonic() - began, said, has_joined
 
     def end(self) -> None:
         for member in self.members:
@@ -216,7 +218,7 @@ class Row(NamedTuple):
     tries: int
     adopted: int
     different: int  # steps after which two honest members had other parameters
-    apart: int  # those of them after all had gone on, and members that did not
+    apart: int  # those of them after all had gone on, and members that did not, or joined not
     stopped: int  # members that took no step while it lasted
     resumed: int  # those of them that went on afterwards
     ended: int  # times that a member ended with an error, and was started again
@@ -239,8 +241,8 @@ def judge(run: Run, kind: str, tries: Callable[[], int], repair: Callable, hones
     repair()
     late = run.wait(4, BACK, honest)
     moved = max([x for n, x in list(run.ledger.moves.items()) if n > first], default=0) / usual
-    join, refused = run.join()
-    late |= run.wait(2, BACK, honest)
+    join, refused, has_joined = run.join()
+    late |= run.wait(2, BACK, honest) | (set() if has_joined else {NAMES[3]})
     different = run.ledger.different((*honest, NAMES[3]), first)
     latest = max(run.ledger.digests) - 3
     errors = [x.errors[n:] for x, (_, n, _) in zip(members, marks, strict=True)]
@@ -279,9 +281,7 @@ def lie(run: Run, kind: str, tries: int) -> Row:
         liar.be_honest()
         liar.again.set()
 
-    row = judge(run, kind, happens, lambda: None, TRAINING[:2])
-    repair()
-    return row
+    return judge(run, kind, happens, repair, TRAINING[:2])
 
 
 def attack_all(run: Run, elsewhere: str, options: argparse.Namespace, show: Callable) -> None:
