@@ -199,6 +199,6 @@ def require_same(what: str, tree, saved: dict, ignored=lambda name: False, shape
             f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "
             f"{sorted(expected - held)[:3] or 'nothing'} and holds "
             f"{sorted(held - expected)[:3] or 'nothing'} instead. Restore it with the model and "
-            "the optimizer that it was saved with, and pass an extra=... of the same structure; for "
-            "the parameters alone use demo_optax.checkpoint.load_params."
+            "the optimizer that it was saved with, and pass an extra=... of the same structure; "
+            "for the parameters alone use demo_optax.checkpoint.load_params."
         )
