@@ -91,13 +91,12 @@ def update(optimizer: str, args):
     state_specs = demo_optax.state_specs(tx, params, mesh)
 
     def apply(gradients, state, params):
-        updates, state = stacked.update(jax.tree.map(lambda g: g[0], gradients), state, params)
+        updates, state = stacked.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
     def place(x, spec):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    specs = dict(in_specs=(P("data"), state_specs, P()), out_specs=(P(), state_specs))
     gradients = {
         name: place(jax.ShapeDtypeStruct((mesh.size, *x.shape), x.dtype), P("data"))
         for name, x in params.items()
@@ -107,8 +106,7 @@ def update(optimizer: str, args):
     # With shardings of the results XLA gives each of them its own donated array: without, it pairs
     # parameters with momenta of the same size, and copies.
     results = jax.tree.map(lambda x: x.sharding, (params, state))
-    sharded = jax.shard_map(apply, mesh=mesh, **specs)
-    program = jax.jit(sharded, donate_argnums=(1, 2), out_shardings=results)
+    program = jax.jit(apply, donate_argnums=(1, 2), out_shardings=results)
     return program, (gradients, state, params)
 
 
