@@ -3,9 +3,12 @@
 Objects are written once and never change, so readers may keep them.
 """
 
+import contextlib
 import functools
 import logging
 import os
+import pathlib
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +31,12 @@ T = TypeVar("T")
 log = logging.getLogger("demo_optax.swarm")
 
 NO_RETRIES = {"retry_config": {"max_retries": 0}}  # of obstore: this module retries by itself
-MISSING = exceptions.NotFoundError, FileNotFoundError
+MISSING = exceptions.NotFoundError, FileNotFoundError, NotADirectoryError
 EXISTING = exceptions.AlreadyExistsError, exceptions.PreconditionError
 # obstore ends each request after 30 seconds, so that large objects need several.
 PART = 4_000_000  # bytes that a request reads; only packets may have more
 MAX_UPLOADS = 2  # parts of 5 MB that are written in parallel
+_NAME = re.compile(r"[0-9A-Za-z._-]+(?:/[0-9A-Za-z._-]+)*")  # what workers write
 
 
 class StoreError(OSError):
@@ -109,10 +113,12 @@ class ObjectStore(Store):
     ):
         self.url, self.patience = str(url), patience
         self.packet_bytes: int | None = None
+        self._folder: pathlib.Path | None = None
         try:
             if folder := folder_of(self.url):
                 folder.mkdir(parents=True, exist_ok=True)
-                self._store = from_url(folder.absolute().as_uri(), automatic_cleanup=True)
+                self._folder = folder.absolute()
+                self._store = from_url(self._folder.as_uri(), automatic_cleanup=True)
             else:
                 open_any: Callable[..., Any] = from_url  # its overloads want each store's options
                 self._store = open_any(self.url, **(NO_RETRIES | dict(options or {})))
@@ -162,10 +168,15 @@ class ObjectStore(Store):
         return None if size is None else bytes(data)
 
     def names(self, folder: str) -> list[str]:
-        listing = self._persist(
-            f"list {folder}", lambda: obstore.list(self._store, folder).collect(), missing_ok=True
-        )
-        return sorted(str(x["path"]).removeprefix(f"{folder}/") for x in listing or ())
+        def attempt() -> list[str]:
+            if self._folder:
+                return _files(self._folder / folder)
+            # Names begin with a digit or a letter. S3 leaves out those before, such as //x.
+            listing = obstore.list(self._store, folder, offset=f"{folder}/0").collect()
+            return [str(x["path"]).removeprefix(f"{folder}/") for x in listing]
+
+        found = self._persist(f"list {folder}", attempt, missing_ok=True) or ()
+        return sorted(filter(_NAME.fullmatch, found))
 
     def delete(self, keys: Sequence[str]) -> None:
         if keys:
@@ -205,6 +216,18 @@ class ObjectStore(Store):
                 log.warning("cannot %s, tries again: %s", what, reason)
                 time.sleep(pause)
                 pause = min(2 * pause, 5.0)
+
+
+def _files(folder: str | os.PathLike, prefix: str = "") -> list[str]:
+    """Returns the names of all files in a folder and its subfolders; links are none."""
+    found = []
+    with contextlib.suppress(*MISSING), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                found += _files(entry.path, f"{prefix}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False):
+                found.append(prefix + entry.name)
+    return found
 
 
 def _is_denied(error: Exception) -> bool:
