@@ -72,8 +72,10 @@ class ObjectStore(Store):
     """A `Store` on S3, GCS, Azure or a local folder.
 
     Failed requests are sent again after growing pauses, until they have failed for ``patience``
-    seconds. Packets may be large, and are read and written in parts. Other objects of a swarm have
-    at most 4 MB, and a larger one is not read, whoever wrote it.
+    seconds, or for as long as something is in the way that no worker wrote, such as a file in place
+    of a folder, which the log names. Packets may be large, and are read and written in parts. Other
+    objects of a swarm have at most 4 MB, and a larger one is not read, whoever wrote it. In a folder
+    only files are objects.
 
     After a fork the store works only in the process that used it first. Start processes that use a
     store of their own by ``spawn`` or ``forkserver``.
@@ -127,45 +129,58 @@ class ObjectStore(Store):
 
     def put(self, key: str, data: bytes) -> None:
         put = functools.partial(obstore.put, self._store, key, data, max_concurrency=MAX_UPLOADS)
-        self._persist(f"write {key}", put)
+        self._persist(f"write {key}", put, key)
 
     def create(self, key: str, data: bytes) -> bool:
         def attempt() -> bool:
             try:
                 obstore.put(self._store, key, data, mode="create")
             except EXISTING:
+                if self._obstacle(key):
+                    raise
                 obstore.head(self._store, key)  # raises if it does not exist: try again
                 return False
             return True
 
-        return bool(self._persist(f"create {key}", attempt))
+        return bool(self._persist(f"create {key}", attempt, key))
 
     def get(self, key: str) -> bytes | None:
         what, data = f"read {key}", bytearray()
         most = self.packet_bytes if key.endswith(".packet") else PART
 
-        def read_first() -> int:
-            answer = obstore.get(self._store, key)
+        def request(options: Any = None) -> obstore.GetResult:
+            if self._obstacle(key):  # a named pipe would keep this thread for good
+                raise FileNotFoundError(key)
+            return obstore.get(self._store, key, options=options)
+
+        def read_first() -> Mapping[str, Any]:
+            answer = request()
             size = answer.meta["size"]
             is_small = size <= PART and (most is None or size <= most)
             data[:] = bytes(answer.bytes()) if is_small else b""
-            return size
+            return answer.meta
 
-        def read_next() -> bool:
-            part = obstore.get_range(self._store, key, start=len(data), length=PART)
-            data.extend(bytes(part))
+        def read_next(meta: Mapping[str, Any]) -> bool:
+            end = min(len(data) + PART, meta["size"])
+            options = {"range": (len(data), end), "if_match": meta["e_tag"]}
+            try:
+                data.extend(bytes(request(options).bytes()))
+            except exceptions.PreconditionError:  # somebody has written it anew
+                return False
             return True
 
-        size = self._persist(what, read_first, missing_ok=True)
-        if size is not None and most is not None and size > most:
-            raise Damaged(
-                f"{key} in {self.url} has {size:,} bytes, and no worker of this run writes more "
-                f"than {most:,} there: use a place of its own for each run."
-            )
-        while size is not None and len(data) < size:
-            if not self._persist(what, read_next, missing_ok=True):
-                return None
-        return None if size is None else bytes(data)
+        while (meta := self._persist(what, read_first, missing_ok=True)) is not None:
+            if most is not None and meta["size"] > most:
+                raise Damaged(
+                    f"{key} in {self.url} has {meta['size']:,} bytes, and no worker of this run "
+                    f"writes more than {most:,} there: use a place of its own for each run."
+                )
+            read = functools.partial(read_next, meta)
+            while len(data) < meta["size"] and self._persist(what, read, missing_ok=True):
+                pass
+            if len(data) == meta["size"]:
+                return bytes(data)
+        return None
 
     def names(self, folder: str) -> list[str]:
         def attempt() -> list[str]:
@@ -183,7 +198,18 @@ class ObjectStore(Store):
             delete = functools.partial(obstore.delete, self._store, list(keys))
             self._persist(f"delete {len(keys)} objects", delete, missing_ok=True)
 
-    def _persist(self, what: str, attempt: Callable[[], T], missing_ok: bool = False) -> T | None:
+    def _obstacle(self, key: str) -> pathlib.Path | None:
+        """Returns what a folder has in place of an object, or of a folder that the object is in."""
+        if self._folder is None or not key:
+            return None
+        path = self._folder / key
+        wrong = [x for x in path.parents[: key.count("/")] if not x.is_dir()]
+        wrong += [] if path.is_file() else [path]
+        return next(filter(os.path.lexists, wrong), None)
+
+    def _persist(
+        self, what: str, attempt: Callable[[], T], written: str = "", missing_ok: bool = False
+    ) -> T | None:
         """Tries until it works; returns None for objects that may be missing, and are.
 
         A lost answer does no harm: the next try finds what was created meanwhile, and whoever
@@ -205,9 +231,13 @@ class ObjectStore(Store):
                     return None
                 # obstore's own representation follows after an empty line.
                 reason = " ".join(str(error).partition("\n\n")[0].split())[:300]
+                if obstacle := self._obstacle(written):
+                    reason = f"{obstacle} is in the way, and no worker wrote it: take it away"
+                # obstore cannot skip another's object with an invalid path in a list.
+                is_blocked = bool(obstacle) or "invalid path" in reason
                 first_failure = first_failure or time.monotonic()
                 failing = time.monotonic() - first_failure
-                if failing > self.patience or _is_denied(error):
+                if (failing > self.patience and not is_blocked) or _is_denied(error):
                     raise StoreError(
                         f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Make "
                         "sure that the store can be reached, and that this worker may read, list, "
