@@ -74,8 +74,8 @@ class ObjectStore(Store):
     Failed requests are sent again after growing pauses, until they have failed for ``patience``
     seconds, or for as long as something is in the way that no worker wrote, such as a file in place
     of a folder, which the log names. Packets may be large, and are read and written in parts. Other
-    objects of a swarm have at most 4 MB, and a larger one is not read, whoever wrote it. In a folder
-    only files are objects.
+    objects of a swarm have at most 4 MB, and a larger one is not read, whoever wrote it. A folder's
+    objects are its files.
 
     After a fork the store works only in the process that used it first. Start processes that use a
     store of their own by ``spawn`` or ``forkserver``.
@@ -148,7 +148,7 @@ class ObjectStore(Store):
         what, data = f"read {key}", bytearray()
         most = self.packet_bytes if key.endswith(".packet") else PART
 
-        def request(options: Any = None) -> obstore.GetResult:
+        def request(options: Any = None) -> Any:
             if self._obstacle(key):  # a named pipe would keep this thread for good
                 raise FileNotFoundError(key)
             return obstore.get(self._store, key, options=options)
