@@ -19,6 +19,7 @@ from obstore.exceptions import (
     PreconditionError,
 )
 
+from demo_optax._src.swarm import store as store_module
 from demo_optax.swarm import ObjectStore, Store, StoreError, SwarmError
 
 
@@ -118,6 +119,17 @@ def test_what_is_in_the_way_of_a_write_is_named_until_it_is_gone(
     assert [f"{path} is in the way" in x for x in caplog.messages] == [True] * 4
 
 
+def test_a_folder_that_cannot_be_listed_is_asked_for_until_it_can(monkeypatch, caplog):
+    store, found = ObjectStore("memory:///", patience=0.0), mock.MagicMock()
+    store.put("slots/000/000001", b"")
+    found.side_effect = [GenericError('invalid path: Path "slots//x"')] * 3 + [mock.DEFAULT]
+    found.return_value = obstore.list(store._store, "slots")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(obstore, "list", found)
+    assert store.names("slots") == ["000/000001"]
+    assert ['"slots//x"' in x for x in caplog.messages] == [True] * 3
+
+
 FORKED = """
 import os, signal, sys
 from demo_optax._src.swarm.store import in_parallel
@@ -192,7 +204,8 @@ def test_requests_that_fail_are_sent_again(store, share, monkeypatch):
 
         return call
 
-    for name in "put", "get", "list", "delete":
+    monkeypatch.setattr(store_module, "_files", unreliable(store_module._files))
+    for name in "put", "get", "delete":
         monkeypatch.setattr(obstore, name, unreliable(getattr(obstore, name)))
     for number in range(30):
         store.put(f"x/{number:02d}", b"%d" % number)

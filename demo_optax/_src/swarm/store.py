@@ -31,8 +31,8 @@ T = TypeVar("T")
 log = logging.getLogger("demo_optax.swarm")
 
 NO_RETRIES = {"retry_config": {"max_retries": 0}}  # of obstore: this module retries by itself
-MISSING = exceptions.NotFoundError, FileNotFoundError, NotADirectoryError
 EXISTING = exceptions.AlreadyExistsError, exceptions.PreconditionError
+MISSING = exceptions.NotFoundError, FileNotFoundError, exceptions.PreconditionError
 # obstore ends each request after 30 seconds, so that large objects need several.
 PART = 4_000_000  # bytes that a request reads; only packets may have more
 MAX_UPLOADS = 2  # parts of 5 MB that are written in parallel
@@ -148,35 +148,26 @@ class ObjectStore(Store):
         what, data = f"read {key}", bytearray()
         most = self.packet_bytes if key.endswith(".packet") else PART
 
-        def request(options: Any = None) -> Any:
+        def read(meta: Any = None) -> Any:
+            """Begins, or reads the next part of an object that has not changed since."""
             if self._obstacle(key):  # a named pipe would keep this thread for good
                 raise FileNotFoundError(key)
-            return obstore.get(self._store, key, options=options)
-
-        def read_first() -> Mapping[str, Any]:
-            answer = request()
-            size = answer.meta["size"]
-            is_small = size <= PART and (most is None or size <= most)
-            data[:] = bytes(answer.bytes()) if is_small else b""
+            part = meta and {"range": (len(data), len(data) + PART), "if_match": meta["e_tag"]}
+            answer = obstore.get(self._store, key, options=part)
+            if meta is None:
+                data.clear()
+            if meta or answer.meta["size"] <= PART:
+                data.extend(bytes(answer.bytes()))
             return answer.meta
 
-        def read_next(meta: Mapping[str, Any]) -> bool:
-            end = min(len(data) + PART, meta["size"])
-            options = {"range": (len(data), end), "if_match": meta["e_tag"]}
-            try:
-                data.extend(bytes(request(options).bytes()))
-            except exceptions.PreconditionError:  # somebody has written it anew
-                return False
-            return True
-
-        while (meta := self._persist(what, read_first, missing_ok=True)) is not None:
+        while meta := self._persist(what, read):
             if most is not None and meta["size"] > most:
                 raise Damaged(
                     f"{key} in {self.url} has {meta['size']:,} bytes, and no worker of this run "
                     f"writes more than {most:,} there: use a place of its own for each run."
                 )
-            read = functools.partial(read_next, meta)
-            while len(data) < meta["size"] and self._persist(what, read, missing_ok=True):
+            following = functools.partial(read, meta)
+            while len(data) < meta["size"] and self._persist(what, following):
                 pass
             if len(data) == meta["size"]:
                 return bytes(data)
@@ -190,27 +181,25 @@ class ObjectStore(Store):
             listing = obstore.list(self._store, folder, offset=f"{folder}/0").collect()
             return [str(x["path"]).removeprefix(f"{folder}/") for x in listing]
 
-        found = self._persist(f"list {folder}", attempt, missing_ok=True) or ()
+        found = self._persist(f"list {folder}", attempt) or ()
         return sorted(filter(_NAME.fullmatch, found))
 
     def delete(self, keys: Sequence[str]) -> None:
         if keys:
             delete = functools.partial(obstore.delete, self._store, list(keys))
-            self._persist(f"delete {len(keys)} objects", delete, missing_ok=True)
+            self._persist(f"delete {len(keys)} objects", delete)
 
     def _obstacle(self, key: str) -> pathlib.Path | None:
         """Returns what a folder has in place of an object, or of a folder that the object is in."""
-        if self._folder is None or not key:
+        if not (self._folder and key):
             return None
         path = self._folder / key
         wrong = [x for x in path.parents[: key.count("/")] if not x.is_dir()]
-        wrong += [] if path.is_file() else [path]
+        wrong += [x for x in [path] if not x.is_file()]
         return next(filter(os.path.lexists, wrong), None)
 
-    def _persist(
-        self, what: str, attempt: Callable[[], T], written: str = "", missing_ok: bool = False
-    ) -> T | None:
-        """Tries until it works; returns None for objects that may be missing, and are.
+    def _persist(self, what: str, attempt: Callable[[], T], written: str = "") -> T | None:
+        """Tries until it works; returns None where an object is missing, or read and changed.
 
         A lost answer does no harm: the next try finds what was created meanwhile, and whoever
         creates an object reads what stands.
@@ -227,17 +216,17 @@ class ObjectStore(Store):
             try:
                 return attempt()
             except Exception as error:
-                if missing_ok and isinstance(error, MISSING):
+                if not written and isinstance(error, MISSING):
                     return None
                 # obstore's own representation follows after an empty line.
                 reason = " ".join(str(error).partition("\n\n")[0].split())[:300]
                 if obstacle := self._obstacle(written):
                     reason = f"{obstacle} is in the way, and no worker wrote it: take it away"
-                # obstore cannot skip another's object with an invalid path in a list.
-                is_blocked = bool(obstacle) or "invalid path" in reason
-                first_failure = first_failure or time.monotonic()
-                failing = time.monotonic() - first_failure
-                if (failing > self.patience and not is_blocked) or _is_denied(error):
+                # obstore cannot list a folder with another's object that has an invalid path.
+                is_blocked, now = bool(obstacle) or "invalid path" in reason, time.monotonic()
+                first_failure = first_failure if first_failure and not is_blocked else now
+                failing = now - first_failure
+                if failing > self.patience or _is_denied(error):
                     raise StoreError(
                         f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Make "
                         "sure that the store can be reached, and that this worker may read, list, "
@@ -251,7 +240,7 @@ class ObjectStore(Store):
 def _files(folder: str | os.PathLike, prefix: str = "") -> list[str]:
     """Returns the names of all files in a folder and its subfolders; links are none."""
     found = []
-    with contextlib.suppress(*MISSING), os.scandir(folder) as entries:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 found += _files(entry.path, f"{prefix}{entry.name}/")
