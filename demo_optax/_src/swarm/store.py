@@ -152,7 +152,7 @@ class ObjectStore(Store):
             """Begins, or reads the next part of an object that has not changed since."""
             if self._obstacle(key):  # a named pipe would keep this thread for good
                 raise FileNotFoundError(key)
-            part = meta and {"range": (len(data), len(data) + PART), "if_match": meta["e_tag"]}
+            part: Any = meta and {"range": (len(data), len(data) + PART), "if_match": meta["e_tag"]}
             answer = obstore.get(self._store, key, options=part)
             if meta is None:
                 data.clear()
