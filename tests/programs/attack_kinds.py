@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import pathlib
 import random
 import re
 import time
@@ -43,6 +44,7 @@ class Attacker:
         self.junk = {b""}  # what it wrote
         self.litter: list[str] = []  # what is in the way of lists
         self.odd: dict[str, Callable[[], object]] = {}  # how to undo it
+        self.obstacles: list[pathlib.Path] = []  # what is in the way of writes
         self.replaced: dict[str, bytes] = {}  # what members wrote, and is gone
 
     def objects(self, kind: str, newest: int = 0) -> list[str]:
@@ -100,11 +102,14 @@ class Attacker:
                 self.put(key, edit(data))
 
     def restore(self) -> None:
-        """Puts back what the members have not written anew."""
+        """Puts back what the members have not written anew, and takes away obstacles."""
         for key, data in self.replaced.items():
             if (there := self.read(key)) is None or there in self.junk:
                 self.store.put(key, data)
         self.replaced.clear()
+        for path in self.obstacles:
+            path.unlink()
+        self.obstacles.clear()
 
 
 def step_in(key: str) -> int:
@@ -234,7 +239,7 @@ def file_for_a_folder(at: Attacker, n: int) -> None:
         path = place / f"packets/{at.step() + 2:08d}"
         if not path.exists():
             path.touch()
-            at.odd[str(path)] = path.unlink
+            at.obstacles.append(path)
 
 
 def deleted(at: Attacker, n: int, kind: str) -> None:

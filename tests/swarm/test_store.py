@@ -19,6 +19,7 @@ from obstore.exceptions import (
     PreconditionError,
 )
 
+from demo_optax._src.swarm import store as store_module
 from demo_optax.swarm import ObjectStore, Store, StoreError, SwarmError
 
 
@@ -62,6 +63,71 @@ def test_objects_larger_than_a_run_can_have_are_not_read(store, tmp_path):
         store.get("x/a.packet")
     store.put("x/b.packet", b"12345678")
     assert store.get("x/b.packet") == b"12345678"
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_read_again(store, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.store.PART", 8)
+    store.put("x.packet", bytes(30))
+    get, answers = obstore.get, itertools.count()
+
+    def replaces(*args, **named):
+        if next(answers) == 2:
+            store.put("x.packet", b"short")
+        return get(*args, **named)
+
+    monkeypatch.setattr(obstore, "get", replaces)
+    assert store.get("x.packet") == b"short"
+
+
+def test_what_no_worker_writes_is_not_listed(store, tmp_path):
+    store.put("slots/000/000001", b"x")
+    for name in b"a\nb", b"\xff", b"a b":
+        (tmp_path / "slots" / os.fsdecode(name)).touch()
+    os.mkfifo(tmp_path / "slots/pipe")
+    (tmp_path / "slots/loop").symlink_to("loop")
+    (tmp_path / "slots/self").symlink_to(".")
+    assert store.names("slots") == ["000/000001"]
+
+
+def test_what_is_no_file_is_no_object(store, tmp_path):
+    (tmp_path / "slots").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    assert [store.get(x) for x in ("pipe", "loop", "loop/x", "slots/000")] == [None] * 4
+    store.put("pipe", b"x")
+    assert store.get("pipe") == b"x"
+
+
+@pytest.mark.parametrize("write", ["put", "create"])
+@pytest.mark.parametrize(
+    ("obstacle", "make", "remove"),
+    [
+        ("packets/00000005", pathlib.Path.touch, pathlib.Path.unlink),
+        ("packets/00000005/a", pathlib.Path.mkdir, pathlib.Path.rmdir),
+    ],
+)
+def test_what_is_in_the_way_of_a_write_is_named_until_it_is_gone(
+    write, obstacle, make, remove, tmp_path, monkeypatch, caplog
+):
+    store, pauses = ObjectStore(str(tmp_path), patience=0.0), itertools.count()
+    path = tmp_path / obstacle
+    path.parent.mkdir(parents=True)
+    make(path)
+    monkeypatch.setattr("time.sleep", lambda _: remove(path) if next(pauses) == 3 else None)
+    getattr(store, write)("packets/00000005/a", b"x")
+    assert store.get("packets/00000005/a") == b"x"
+    assert [f"{path} is in the way" in x for x in caplog.messages] == [True] * 4
+
+
+def test_a_folder_that_cannot_be_listed_is_asked_for_until_it_can(monkeypatch, caplog):
+    store, found = ObjectStore("memory:///", patience=0.0), mock.MagicMock()
+    store.put("slots/000/000001", b"")
+    found.side_effect = [GenericError('invalid path: Path "slots//x"')] * 3 + [mock.DEFAULT]
+    found.return_value = obstore.list(store._store, "slots")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(obstore, "list", found)
+    assert store.names("slots") == ["000/000001"]
+    assert ['"slots//x"' in x for x in caplog.messages] == [True] * 3
 
 
 FORKED = """
@@ -138,7 +204,8 @@ def test_requests_that_fail_are_sent_again(store, share, monkeypatch):
 
         return call
 
-    for name in "put", "get", "list", "delete":
+    monkeypatch.setattr(store_module, "_files", unreliable(store_module._files))
+    for name in "put", "get", "delete":
         monkeypatch.setattr(obstore, name, unreliable(getattr(obstore, name)))
     for number in range(30):
         store.put(f"x/{number:02d}", b"%d" % number)

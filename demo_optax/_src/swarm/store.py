@@ -3,9 +3,12 @@
 Objects are written once and never change, so readers may keep them.
 """
 
+import contextlib
 import functools
 import logging
 import os
+import pathlib
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +31,12 @@ T = TypeVar("T")
 log = logging.getLogger("demo_optax.swarm")
 
 NO_RETRIES = {"retry_config": {"max_retries": 0}}  # of obstore: this module retries by itself
-MISSING = exceptions.NotFoundError, FileNotFoundError
 EXISTING = exceptions.AlreadyExistsError, exceptions.PreconditionError
+MISSING = exceptions.NotFoundError, FileNotFoundError, exceptions.PreconditionError
 # obstore ends each request after 30 seconds, so that large objects need several.
 PART = 4_000_000  # bytes that a request reads; only packets may have more
 MAX_UPLOADS = 2  # parts of 5 MB that are written in parallel
+_NAME = re.compile(r"[0-9A-Za-z._-]+(?:/[0-9A-Za-z._-]+)*")  # what workers write
 
 
 class StoreError(OSError):
@@ -68,8 +72,10 @@ class ObjectStore(Store):
     """A `Store` on S3, GCS, Azure or a local folder.
 
     Failed requests are sent again after growing pauses, until they have failed for ``patience``
-    seconds. Packets may be large, and are read and written in parts. Other objects of a swarm have
-    at most 4 MB, and a larger one is not read, whoever wrote it.
+    seconds, or for as long as something is in the way that no worker wrote, such as a file in place
+    of a folder, which the log names. Packets may be large, and are read and written in parts. Other
+    objects of a swarm have at most 4 MB, and a larger one is not read, whoever wrote it. A folder's
+    objects are its files.
 
     After a fork the store works only in the process that used it first. Start processes that use a
     store of their own by ``spawn`` or ``forkserver``.
@@ -109,10 +115,12 @@ class ObjectStore(Store):
     ):
         self.url, self.patience = str(url), patience
         self.packet_bytes: int | None = None
+        self._folder: pathlib.Path | None = None
         try:
             if folder := folder_of(self.url):
                 folder.mkdir(parents=True, exist_ok=True)
-                self._store = from_url(folder.absolute().as_uri(), automatic_cleanup=True)
+                self._folder = folder.absolute()
+                self._store = from_url(self._folder.as_uri(), automatic_cleanup=True)
             else:
                 open_any: Callable[..., Any] = from_url  # its overloads want each store's options
                 self._store = open_any(self.url, **(NO_RETRIES | dict(options or {})))
@@ -121,59 +129,77 @@ class ObjectStore(Store):
 
     def put(self, key: str, data: bytes) -> None:
         put = functools.partial(obstore.put, self._store, key, data, max_concurrency=MAX_UPLOADS)
-        self._persist(f"write {key}", put)
+        self._persist(f"write {key}", put, key)
 
     def create(self, key: str, data: bytes) -> bool:
         def attempt() -> bool:
             try:
                 obstore.put(self._store, key, data, mode="create")
             except EXISTING:
+                if self._obstacle(key):
+                    raise
                 obstore.head(self._store, key)  # raises if it does not exist: try again
                 return False
             return True
 
-        return bool(self._persist(f"create {key}", attempt))
+        return bool(self._persist(f"create {key}", attempt, key))
 
     def get(self, key: str) -> bytes | None:
         what, data = f"read {key}", bytearray()
         most = self.packet_bytes if key.endswith(".packet") else PART
 
-        def read_first() -> int:
-            answer = obstore.get(self._store, key)
-            size = answer.meta["size"]
-            is_small = size <= PART and (most is None or size <= most)
-            data[:] = bytes(answer.bytes()) if is_small else b""
-            return size
+        def read(meta: Any = None) -> Any:
+            """Begins, or reads the next part of an object that has not changed since."""
+            if self._obstacle(key):  # a named pipe would keep this thread for good
+                raise FileNotFoundError(key)
+            part: Any = meta and {"range": (len(data), len(data) + PART), "if_match": meta["e_tag"]}
+            answer = obstore.get(self._store, key, options=part)
+            if meta is None:
+                data.clear()
+            if meta or answer.meta["size"] <= PART:
+                data.extend(bytes(answer.bytes()))
+            return answer.meta
 
-        def read_next() -> bool:
-            part = obstore.get_range(self._store, key, start=len(data), length=PART)
-            data.extend(bytes(part))
-            return True
-
-        size = self._persist(what, read_first, missing_ok=True)
-        if size is not None and most is not None and size > most:
-            raise Damaged(
-                f"{key} in {self.url} has {size:,} bytes, and no worker of this run writes more "
-                f"than {most:,} there: use a place of its own for each run."
-            )
-        while size is not None and len(data) < size:
-            if not self._persist(what, read_next, missing_ok=True):
-                return None
-        return None if size is None else bytes(data)
+        while meta := self._persist(what, read):
+            if most is not None and meta["size"] > most:
+                raise Damaged(
+                    f"{key} in {self.url} has {meta['size']:,} bytes, and no worker of this run "
+                    f"writes more than {most:,} there: use a place of its own for each run."
+                )
+            following = functools.partial(read, meta)
+            while len(data) < meta["size"] and self._persist(what, following):
+                pass
+            if len(data) == meta["size"]:
+                return bytes(data)
+        return None
 
     def names(self, folder: str) -> list[str]:
-        listing = self._persist(
-            f"list {folder}", lambda: obstore.list(self._store, folder).collect(), missing_ok=True
-        )
-        return sorted(str(x["path"]).removeprefix(f"{folder}/") for x in listing or ())
+        def attempt() -> list[str]:
+            if self._folder:
+                return _files(self._folder / folder)
+            # Names begin with a digit or a letter. S3 leaves out those before, such as //x.
+            listing = obstore.list(self._store, folder, offset=f"{folder}/0").collect()
+            return [str(x["path"]).removeprefix(f"{folder}/") for x in listing]
+
+        found = self._persist(f"list {folder}", attempt) or ()
+        return sorted(filter(_NAME.fullmatch, found))
 
     def delete(self, keys: Sequence[str]) -> None:
         if keys:
             delete = functools.partial(obstore.delete, self._store, list(keys))
-            self._persist(f"delete {len(keys)} objects", delete, missing_ok=True)
+            self._persist(f"delete {len(keys)} objects", delete)
 
-    def _persist(self, what: str, attempt: Callable[[], T], missing_ok: bool = False) -> T | None:
-        """Tries until it works; returns None for objects that may be missing, and are.
+    def _obstacle(self, key: str) -> pathlib.Path | None:
+        """Returns what a folder has in place of an object, or of a folder that the object is in."""
+        if not (self._folder and key):
+            return None
+        path = self._folder / key
+        wrong = [x for x in path.parents[: key.count("/")] if not x.is_dir()]
+        wrong += [x for x in [path] if not x.is_file()]
+        return next(filter(os.path.lexists, wrong), None)
+
+    def _persist(self, what: str, attempt: Callable[[], T], written: str = "") -> T | None:
+        """Tries until it works; returns None where an object is missing, or read and changed.
 
         A lost answer does no harm: the next try finds what was created meanwhile, and whoever
         creates an object reads what stands.
@@ -190,12 +216,16 @@ class ObjectStore(Store):
             try:
                 return attempt()
             except Exception as error:
-                if missing_ok and isinstance(error, MISSING):
+                if not written and isinstance(error, MISSING):
                     return None
                 # obstore's own representation follows after an empty line.
                 reason = " ".join(str(error).partition("\n\n")[0].split())[:300]
-                first_failure = first_failure or time.monotonic()
-                failing = time.monotonic() - first_failure
+                if obstacle := self._obstacle(written):
+                    reason = f"{obstacle} is in the way, and no worker wrote it: take it away"
+                # obstore cannot list a folder with another's object that has an invalid path.
+                is_blocked, now = bool(obstacle) or "invalid path" in reason, time.monotonic()
+                first_failure = first_failure if first_failure and not is_blocked else now
+                failing = now - first_failure
                 if failing > self.patience or _is_denied(error):
                     raise StoreError(
                         f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Make "
@@ -205,6 +235,18 @@ class ObjectStore(Store):
                 log.warning("cannot %s, tries again: %s", what, reason)
                 time.sleep(pause)
                 pause = min(2 * pause, 5.0)
+
+
+def _files(folder: str | os.PathLike, prefix: str = "") -> list[str]:
+    """Returns the names of all files in a folder and its subfolders; links are none."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                found += _files(entry.path, f"{prefix}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False):
+                found.append(prefix + entry.name)
+    return found
 
 
 def _is_denied(error: Exception) -> bool:
