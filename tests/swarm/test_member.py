@@ -165,16 +165,20 @@ def test_a_packet_of_another_length_is_not_proposed(store):
     assert list(exchange(first, 0).packets) == [0]
 
 
-def test_a_packet_that_counts_and_cannot_be_read_ends_the_worker(store):
+def test_a_packet_that_counts_and_cannot_be_read_ends_the_worker(store, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.1)
     first, second = members(store, 2, min_workers=2)
     nothing = ExchangeResult(Manifest(0, (), "", 0.0), {}, False, ())
     with mock.patch.object(first, "_fetch", return_value=nothing):
         together([functools.partial(exchange, x, 0) for x in (first, second)])
     gone = records.packet_key(0, records.PacketRef(1, 1, records.sha256(b"1 in 0")))
     store.delete([gone])
-    third = Member(store, "third", slots=8)
-    with pytest.raises(SwarmError, match="a packet that counts in step 0 cannot be read"):
+    said = []
+    third = Member(store, "third", slots=8, tell=said.append)
+    with pytest.raises(SwarmError, match=r"a packet that counts in step 0, of .*, cannot be read"):
         third.receive(0)
+    [waits] = [x for x in said if "cannot be read yet: waits for" in x]
+    assert waits.startswith(f"a packet that counts in step 0, of {second.worker}, ")
 
 
 def test_swept_packets_are_told_apart_from_lost_ones(store):
@@ -246,7 +250,7 @@ def test_a_packet_much_larger_than_those_of_the_run_is_not_read(store, monkeypat
     assert list(exchange(first, 0).packets) == [0]
     previous = records.head(manifest_of(store, 0))
     store.put(records.step_key("manifests", 1), records.encode(Manifest(1, (large,), previous, 0)))
-    with pytest.raises(SwarmError, match="a packet that counts in step 1 cannot be read"):
+    with pytest.raises(SwarmError, match=r"a packet that counts in step 1, of .*, cannot be read"):
         first.receive(1)
 
 
@@ -277,7 +281,7 @@ def test_a_packet_that_was_emptied_is_an_error_and_not_one_that_counts_for_nobod
     exchange(first, 0)
     (name,) = store.names("packets/00000000")
     store.put(f"packets/00000000/{name}", b"")
-    with pytest.raises(SwarmError, match="a packet that counts in step 0 cannot be read"):
+    with pytest.raises(SwarmError, match=r"a packet that counts in step 0, of .*, cannot be read"):
         Member(store, "late", slots=8).receive(0)
 
 

@@ -323,7 +323,9 @@ def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_ba
     run.anybody.delete([gone])
     results = together([functools.partial(x.receive, 1) for x in (paris, rome)])
     assert all(sorted(x.packets) == [0, 1] and not x.swept for x in results)
-    assert "a packet that counts in step 1 cannot be read since 1 s" in said[-1]
+    assert (
+        "a packet that counts in step 1, of " in said[-1] and "cannot be read since 1 s" in said[-1]
+    )
     decided = together([functools.partial(exchange, x, 2) for x in (paris, rome)])[0].manifest
     assert decided.lost == (2,) and paris.head(2) == rome.head(2)
     run.anybody.put(gone, hidden)
@@ -413,6 +415,22 @@ def test_a_worker_whose_snapshots_nobody_signs_stops_until_the_owner_takes_the_o
     assert not going.is_alive() and alone.number == 12
     for worker in workers:
         worker.close()
+
+
+def test_packets_that_somebody_deletes_before_the_decision_are_sent_again(run, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.1)
+    said = []
+    paris, rome = run.members("paris", "rome", deadline=0.3, min_workers=2, tell=said.append)
+    everybody([paris, rome], 0)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(exchange, paris, 1)
+        while paris.last_sent != 1:
+            time.sleep(0.01)
+        run.anybody.delete(physical(run, "packets/00000001"))
+        time.sleep(0.3)
+        both = exchange(rome, 1).manifest, waiting.result(timeout=10).manifest
+    assert both[0] == both[1] and sorted(both[0].members) == sorted([paris.me, rome.me])
+    assert "step 1: this worker's packet is gone, and is sent again" in said
 
 
 def test_a_roster_that_was_put_back_is_missed_and_its_successor_is_waited_for(run, monkeypatch):

@@ -236,6 +236,17 @@ class Member:
         self.last_sent = step
         return own
 
+    def _send_again(self, step: int) -> None:
+        """Puts this worker's packet back if somebody has taken it away before it was decided."""
+        own = next((x for x in self._packets if x.member == self.me), None)
+        if own is None or self.last_sent != step:
+            return
+        there = self.store.get(self._steps.key(step, own))
+        if there is None or self._steps.payload(there) != self._packets[own]:
+            self.tell(f"{self.unit} {step}: this worker's packet is gone, and is sent again")
+            with self._transferring:
+                self._steps.send(step, own, self._packets[own], self.head(step - 1))
+
     def may_send(self, step: int) -> bool:
         """Tells whether an earlier process of this worker has left no packet in a step.
 
@@ -504,6 +515,7 @@ class Member:
                         f"waited for more for {waited:.0f} s"
                     )
                 self.tell(f"{self.unit} {step}: {what}")
+                self._send_again(step)
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
     def _is_in_vain(self, step: int, slot: int) -> bool:
@@ -522,7 +534,8 @@ class Member:
 
     def _decided(self, step: int) -> Manifest:
         """Returns the manifest of a decided step, which the store may not show at once."""
-        return self._retry(f"the manifest of {self.unit} {step}", lambda: self.manifest(step))
+        what = f"the manifest of {self.unit} {step}"
+        return self._retry(lambda: what, lambda: self.manifest(step))
 
     def _read(self, step: int, packets: Iterable[PacketRef], size: int | None = None) -> None:
         """Reads the packets that are not there yet, and keeps those of the right hash and size."""
@@ -600,24 +613,33 @@ class Member:
             skipped = tuple(name for name, steps in names if not steps)
             return ExchangeResult(manifest, packets, swept, members, skipped)
 
+        def unread() -> str:
+            away = [x.member for x in manifest.packets if x not in self._packets]
+            names = ", ".join(map(self.name_of, away))
+            return f"a packet that counts in {self.unit} {step}, of {names},"
+
         try:
-            return self._retry(f"a packet that counts in {self.unit} {step}", attempt)
+            return self._retry(unread, attempt)
         except SwarmError as error:
             if not self._steps.goes_on_without or (result := attempt(is_last=True)) is None:
                 raise
             self.tell(f"{error} If most members have it, this worker goes back to a snapshot.")
             return result
 
-    def _retry(self, what: str, attempt: Callable[[], T | None]) -> T:
-        started, pause = time.monotonic(), 0.01
+    def _retry(self, what: Callable[[], str], attempt: Callable[[], T | None]) -> T:
+        started, pause, told = time.monotonic(), 0.01, False
         patience = getattr(self.store, "patience", PATIENCE)
         while (result := attempt()) is None:
             self.end_if_leaving()
-            if time.monotonic() - started > patience:
+            waited = time.monotonic() - started
+            if not told and waited > LOG_EVERY_SECONDS:
+                told = True
+                self.tell(f"{what()} cannot be read yet: waits for at most {patience:.0f} s")
+            if waited > patience:
                 raise SwarmError(
-                    f"{what} cannot be read since {patience:.0f} s, or holds other bytes than its "
-                    "hash says. Make sure that the store is well, and start this worker again: it "
-                    "joins from a snapshot."
+                    f"{what()} cannot be read since {patience:.0f} s, or holds other bytes than "
+                    "its hash says. Make sure that the store is well, and start this worker again: "
+                    "it joins from a snapshot."
                 )
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
