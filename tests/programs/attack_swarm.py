@@ -50,7 +50,7 @@ MOST_MOVED = 20.0  # medians of a step: a snapshot of other parameters moves the
 
 def run_command(folder: pathlib.Path, *words: str) -> None:
     command = str(pathlib.Path(sys.executable).with_name("demo-optax"))
-    subprocess.run([command, "swarm", *words], cwd=folder, check=True, capture_output=True)
+    subprocess.run([command, *words], cwd=folder, check=True, capture_output=True)
 
 
 class Ledger:
@@ -170,7 +170,9 @@ class Run:
         self.liars: tuple[str, ...] = ()
         self.expelled: tuple[str, ...] = ()
         self.command("key", owner)
-        self.command("roster", url, "--owner", f"{owner}.key", *(f"{x}.pub" for x in NAMES))
+        self.command(
+            "roster", url, "--owner", f"{owner}.key", "--add", *(f"{x}.pub" for x in NAMES)
+        )
         self.members = [Trainer(self, name) for name in TRAINING]
         for member in self.members:
             member.start()
@@ -314,7 +316,7 @@ def main(options: argparse.Namespace) -> int:
                 run_command(folder, "key", name)
             other = Run((folder / "other").as_uri(), folder, "mallory", 0.0, every=1000)
             for _ in range(2):
-                other.command("roster", other.url, "--owner", "mallory.key", "paris.pub")
+                other.command("roster", other.url, "--owner", "mallory.key", "--add", "paris.pub")
             other.wait(60, BACK)
             other.end()
             run = Run(place.url, folder, "owner", PAUSE / 2, every=6)
