@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -218,7 +219,8 @@ def begin(
     """Steps done, windows read, parameters, state: from the last checkpoint, or the start."""
     template = order(run, 0)
     try:
-        found = checkpointer and checkpointer.restore(run.params, template)
+        with warnings.catch_warnings(record=True) as caught:
+            found = checkpointer and checkpointer.restore(run.params, template)
     except DamagedCheckpoint as error:
         sys.exit(f"error: {error}")
     except (ValueError, OSError) as error:
@@ -227,6 +229,8 @@ def begin(
             "the --preset, --tokenizer, --optimizer and settings that it was started with, or "
             "another --checkpoint-dir."
         )
+    for warning in caught:
+        console.print(f"warning: {warning.message}", soft_wrap=True)
     if found:
         console.print(f"going on after step {found.step}, from {run.config.checkpoint_dir}")
         read = found.extra["windows"]

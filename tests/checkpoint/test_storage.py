@@ -12,9 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 
+import demo_optax
 from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
@@ -198,6 +200,23 @@ def test_a_random_key_comes_back_as_one_of_its_generator_or_not_at_all(tmp_path)
                 checkpointer.restore(model.init(), {"key": jax.random.key_data(wanted["key"])})
 
 
+def test_a_random_key_of_the_optimizer_is_one_of_its_generator(tmp_path):
+    def noisy():
+        mean = demo_optax.mean_over_workers("data")
+        return optax.chain(mean, optax.add_noise(0.1, 0.5, key=jax.random.key(0)))
+
+    tx = noisy()
+    with Checkpointer(tmp_path, tx, workers.mesh_of(2)) as checkpointer:
+        checkpointer.save(1, *workers.initial(tx, workers.mesh_of(2)), wait=True)
+        checkpointer.restore(model.init())
+    with (
+        jax.default_prng_impl("rbg"),
+        Checkpointer(tmp_path, noisy(), workers.mesh_of(2)) as checkpointer,
+        pytest.raises(ValueError, match=r"optimizer state.*rng_key \(rbg\)"),
+    ):
+        checkpointer.restore(model.init())
+
+
 CONTEXTS = {
     "own": lambda: workers.mesh_of(2),
     "Auto": lambda: workers.mesh_of(2, kind=AxisType.Auto),
@@ -223,11 +242,31 @@ def test_the_mesh_of_the_context_does_not_matter(context, tmp_path):
                 np.testing.assert_array_equal(x, y)
 
 
-FULL = """
-import resource, signal, sys
+UNCHANGED = """
+import logging, sys
+def hooks():
+    loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
+    return sys.unraisablehook, [logger.filters for logger in loggers if logger.filters]
+import absl.logging, asyncio, jax
+from orbax.checkpoint import v1
+before = hooks()
+import demo_optax.checkpoint
+assert hooks() == before, hooks()
+{}
+assert hooks() == before, hooks()
+"""
+SAVED = """
 from tests import conftest, saved_runs as runs, workers
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with runs.Checkpointer(sys.argv[1], runs.TX, workers.mesh_of(2)) as checkpointer:
+    runs.saves(checkpointer, 1)
+    assert hooks() == before, hooks()
+    runs.saves(checkpointer, 2, wait=True)
+runs.restored(sys.argv[1])
+"""
+FULL = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with runs.Checkpointer(sys.argv[1] + "/full", runs.TX, workers.mesh_of(2)) as checkpointer:
     runs.saves(checkpointer, 1, wait=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
     for step in (2, 3):
@@ -241,13 +280,23 @@ with runs.Checkpointer(sys.argv[1], runs.TX, workers.mesh_of(2)) as checkpointer
 """
 
 
-def test_a_full_disk_says_a_line_for_each_save(tmp_path):
-    """By a limit of the size of files, behind which writing fails as on a full disk."""
-    command = [sys.executable, "-c", FULL, tmp_path / "run"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+def lines_of(program, folder):
+    """What a process of its own prints."""
+    run = subprocess.run(
+        [sys.executable, "-c", program, folder],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert run.returncode == 0, run.stderr
-    *lines, latest = run.stdout.splitlines()
-    for step, line in zip((2, 3), lines, strict=True):
+    return run.stdout.splitlines()
+
+
+def test_calls_that_succeed_change_nothing_and_a_full_disk_says_a_line_for_each_save(tmp_path):
+    """By a limit of the size of files, behind which writing fails as on a full disk."""
+    lines = lines_of(UNCHANGED.format(SAVED) + FULL, tmp_path / "run")
+    for step, line in zip((2, 3), lines, strict=False):
         assert line.startswith(f"step {step} could not be saved in")
-    assert latest == "latest 4"
+    assert lines[2:] == ["latest 4"]

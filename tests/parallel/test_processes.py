@@ -118,5 +118,5 @@ def test_an_interrupt_while_a_process_reads_is_told_to_the_others(monkeypatch):
     told = []
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: told.append(int(x)) or x)
     with pytest.raises(KeyboardInterrupt):
-        reading.on_all("run", 3, raising(KeyboardInterrupt()))
-    assert told == [1]
+        reading.on_all(3, raising(KeyboardInterrupt()))
+    assert told == [2]

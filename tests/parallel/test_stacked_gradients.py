@@ -105,6 +105,15 @@ def test_a_loss_that_names_shardings_of_explicit_axes_is_told_what_to_use():
     assert "with_sharding_constraint" in "".join(refused.value.__notes__)
 
 
+def test_a_batch_on_an_explicit_mesh_is_divided_where_its_type_divides_it():
+    mesh, batch = mesh_of(AxisType.Explicit), np.arange(32.0).reshape(8, 4)
+    gradients = demo_optax.worker_gradients(lambda w, x: w * jnp.sum(x), mesh, "replica")
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(batch, NamedSharding(mesh, P(None, "replica")))
+        found = jax.jit(lambda *args: gradients(*args, opt_state=()).loss)(1.0, placed)
+    np.testing.assert_array_equal(found, [batch[:, :2].sum(), batch[:, 2:].sum()])
+
+
 @pytest.mark.parametrize(
     "given",
     [P(("replica", "fsdp")), P("replica"), P("fsdp"), P(("tensor", "replica"), "fsdp"), P()],

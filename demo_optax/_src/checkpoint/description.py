@@ -1,6 +1,5 @@
 """Descriptions of saved states: leaves by their paths, and the meaning of their numbers in JSON."""
 
-import ast
 import dataclasses
 import json
 import math
@@ -20,10 +19,8 @@ from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
-FORMAT = 17
+FORMAT = 16
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
-
-_TEXT = " (text)"
 
 
 def describe(layout: StateLayout, opt_state) -> dict:
@@ -119,19 +116,16 @@ def is_of_exchange(name: str, described: dict) -> bool:
 
 
 def by_path(tree, part: str = "params") -> dict:
-    """Returns the leaves of a tree by their paths as Orbax can save them, without empty arrays.
-
-    Random keys become their data. Of Python's numbers, strings and bytes the characters of their
-    ``repr`` are stored, since Orbax does not support all of them.
-    """
+    """Returns the leaves of a tree by their paths as Orbax can save them, without empty arrays."""
     leaves = {}
     for path, x in jax.tree.leaves_with_path(tree):
         name, stored = _storable(path, x)
         try:
-            tensorstore.dtype(stored.dtype)
+            _ = isinstance(stored, str) or tensorstore.dtype(stored.dtype)
         except (AttributeError, TypeError, ValueError):
+            where = name.removeprefix("['tree']")
             raise TypeError(
-                f"{part}{name} is {x!r:.60} of {type(x)}, which cannot be stored: give random "
+                f"{part}{where} is {x!r:.60} of {type(x)}, which cannot be stored: give random "
                 "keys, numbers, strings, bytes, None, or arrays of a dtype that TensorStore knows, "
                 "such as x.astype('bfloat16')."
             ) from None
@@ -141,13 +135,18 @@ def by_path(tree, part: str = "params") -> dict:
 
 
 def _storable(path, x) -> tuple[str, Any]:
-    """Returns a leaf's path, with its kind if it is no array, and the array that is stored."""
+    """Returns a leaf's path, with its kind if the stored leaf does not show it, and that leaf.
+
+    Orbax does not support random keys, bytes, integers of more than 64 bits or most scalars.
+    """
     name = keystr(path)
     if is_key(x):
         return f"{name} ({key_impl(x)})", unwrap_keys(x)
-    if type(x) in (bool, int, float, complex, str, bytes):
-        return f"{name}{_TEXT}", np.frombuffer(repr(x).encode(), np.uint8)
-    return name, np.asarray(x) if isinstance(x, np.generic) else x
+    if isinstance(x, bytes):
+        return f"{name} (bytes)", x.decode("latin-1")
+    if isinstance(x, int) and not -(2**63) <= x < 2**63:
+        return name, str(x)
+    return name, np.asarray(x) if isinstance(x, (np.generic, int, float, complex)) else x
 
 
 def from_paths(leaves: dict, like):
@@ -158,18 +157,19 @@ def from_paths(leaves: dict, like):
             empty = np.zeros(original.shape, original.dtype)
             sharding = getattr(original, "sharding", None)
             return jax.device_put(empty, sharding) if sharding else empty
-        name, _ = _storable(path, original)
-        x = leaves[name]
+        x = leaves[_storable(path, original)[0]]
         if is_key(original):
             return wrap_keys(x, original)
-        if name.endswith(_TEXT):
-            return _parsed(x.tobytes().decode())
-        given, wanted = (jnp.issubdtype(kind, jnp.inexact) for kind in (x.dtype, original.dtype))
-        if given and not wanted:
+        if isinstance(original, (bytes, str)):
+            return x.encode("latin-1") if isinstance(original, bytes) else str(x)
+        given, wanted = (getattr(v, "dtype", None) or np.asarray(v).dtype for v in (x, original))
+        if jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(wanted, jnp.inexact):
             raise ValueError(
-                f"{name} of the checkpoint is of dtype {x.dtype}, but "
+                f"{keystr(path)} of the checkpoint is of dtype {given}, but "
                 f"{original!r:.60} is expected: restore it as what it was saved as."
             )
+        if not hasattr(original, "dtype"):
+            return type(original)(x)
         x = jnp.asarray(x) if isinstance(original, jax.Array) else x
         x = x.astype(original.dtype)
         return x[()] if isinstance(original, np.generic) else x
@@ -177,19 +177,11 @@ def from_paths(leaves: dict, like):
     return jax.tree.map_with_path(restore, like)
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except ValueError:  # numbers that are not finite
-        return complex(text) if "j" in text else float(text)
-
-
 def require_same(what: str, tree, saved: dict, ignored=lambda name: False, shapes: bool = True):
     """Raises unless digests have the leaves and shapes of a tree, but for ``ignored`` names."""
 
     def listed(name: str, shape) -> str:
-        has_shape = shapes and not name.endswith(_TEXT)
-        return f"{name} of shape {tuple(shape)}" if has_shape else name
+        return f"{name} of shape {tuple(shape)}" if shapes else name
 
     leaves = by_path(tree, what)
     expected = {listed(name, np.shape(x)) for name, x in leaves.items() if not ignored(name)}

@@ -1,19 +1,16 @@
-"""Finding, reading and verifying checkpoints, whose leaves must hold the bits that were saved.
+"""Finding, reading and verifying checkpoints."""
 
-The checksum of a leaf sums the hashes of its elements at their places in the whole array, so that
-it is the same on any mesh.
-"""
-
+import errno
+import hashlib
 import json
 import operator
 import os
 import re
-import zlib
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
@@ -21,12 +18,15 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as orbax
 
 from demo_optax._src.checkpoint import description
-from demo_optax._src.compression.bits import checksum, hashed, to_words
+from demo_optax._src.checkpoint.digests import digests, template
 from demo_optax._src.parallel.processes import by_lead
 from demo_optax._src.parallel.shards import no_context_mesh
 from demo_optax._src.places import folder_of
 
 T = TypeVar("T")
+
+_MACHINE_STATES = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"
+_MACHINE_ERRORS = errno.ENOMEM, errno.EMFILE, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT
 
 
 class DamagedCheckpoint(ValueError):
@@ -57,140 +57,110 @@ def listed_steps(directory: str) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
 
 
-def step_to_read(directory: str, step: int | None) -> int | None:
-    """Returns the latest step that the first process lists, or the one that is asked for.
+def steps_to_read(directory: str, step: int | None) -> list[int]:
+    """Returns the steps that the first process lists, or the one that is asked for.
 
     Hosts that share a disk may see different lists of files, since they cache them.
     """
     wanted = None if step is None else operator.index(step)
     steps = by_lead(lambda: listed_steps(directory))
-    if wanted not in (None, *steps):
+    if steps and wanted not in (None, *steps):
         raise FileNotFoundError(
             f"{directory} holds no checkpoint of step {wanted}; its steps are {steps}. Leave out "
             "step to read the latest."
         )
-    return max(steps, default=None) if wanted is None else wanted
+    return [number for number in steps if wanted in (None, number)]
 
 
-def on_all(directory: str, step: int, fn: Callable[[], T]) -> T:
+def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) -> tuple[T, set[int]]:
+    """Reads the newest intact checkpoint and also returns the newer steps, which are damaged."""
+    damaged: dict[int, str] = {}
+    for step in sorted(steps, reverse=True):
+        try:
+            result = read(step)
+        except DamagedCheckpoint as error:
+            damaged[step] = str(error)
+            continue
+        if damaged:
+            warnings.warn(
+                f"{directory}: took the checkpoint of step {step}, since newer ones are damaged: "
+                f"{'; '.join(damaged.values())}.",
+                stacklevel=3,
+            )
+        return result, set(damaged)
+    raise DamagedCheckpoint(
+        f"{directory} holds no checkpoint of {steps} that is intact: "
+        f"{'; '.join(damaged.values())}. Restore what is damaged from a copy, and another "
+        "format with the version that saved it, or start the run again in another folder."
+    )
+
+
+def on_all(step: int, fn: Callable[[], T]) -> T:
     """Returns this process's result of a function; all processes raise if it fails on any."""
     result: Any = None
-    cause, failed = None, True
+    reason, failure = "another process says why", 2
     try:
-        result, failed = fn(), False
+        result, failure = fn(), 0
     except Exception as error:
-        cause = error
+        cause = first_cause(error)
+        reason, failure = in_a_line(cause), 2 if _is_of_machine(cause) else 1
     finally:  # after an interrupt too, since the other processes wait here
-        failed = bool(np.any(multihost_utils.process_allgather(np.array(failed))))
-    if failed:
-        raise DamagedCheckpoint(
-            f"the checkpoint of step {step} in {directory} could not be read: "
-            f"{first_line(cause) if cause else 'another process says why'}. Repair the cause and "
-            "restore again. If the files are damaged, give an older step=..., or move the folder "
-            f"{step} away to go on from the checkpoint before it."
-        ) from cause
+        worst = int(np.max(multihost_utils.process_allgather(np.array(failure))))
+    if worst == 2:
+        raise OSError(
+            f"step {step} could not be read: {reason}. The checkpoint may be intact: repair the "
+            "cause and restore again, or restore an older step."
+        )
+    if worst:
+        raise DamagedCheckpoint(f"step {step}: {reason}")
     return result
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the line in which Orbax or TensorStore says what is wrong, and in which file."""
-    while before := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        error = before
-    return (str(error) or type(error).__name__).partition("\n")[0][:400]
+def sealed(described: dict) -> dict:
+    """Returns a description as it is stored, with a hash of it."""
+    text = json.dumps(described)
+    seal = hashlib.sha256(text.encode()).hexdigest()
+    return {"format": description.FORMAT, "description": text, "seal": seal}
 
 
-def stored(description_text: str) -> dict:
-    """Returns a description as it is stored, with its format and a checksum."""
-    checked = zlib.crc32(description_text.encode())
-    return {"format": description.FORMAT, "description": description_text, "checksum": checked}
+def described(metadata: Any) -> dict:
+    """Returns the description in a step's metadata."""
+    saved = metadata.custom_metadata or {}
+    found = json.loads(saved.get("description", "{}"))
+    if saved != sealed(found):
+        raise DamagedCheckpoint(
+            f"the description must be of format {description.FORMAT}, but it is damaged, or of the "
+            f"format {saved.get('format')} of another version of demo_optax"
+        )
+    return found
 
 
 def description_of(directory: str, step: int) -> dict:
     """Returns the description that was saved with a step, on all processes."""
     folder = epath.Path(directory) / str(step)
-    read = orbax.checkpointables_metadata
-    saved: Any = on_all(directory, step, lambda: read(folder).custom_metadata) or {}
-    text = saved.get("description", "")
-    if saved != stored(text):
-        raise DamagedCheckpoint(
-            f"the description of the checkpoint in {folder} must be of format "
-            f"{description.FORMAT}, but it is damaged, or of the format "
-            f"{saved.get('format')} of another version of demo_optax. Restore it with that "
-            f"version, give an older step=..., or move the folder {step} away."
-        )
-    return json.loads(text)
-
-
-def digests(x) -> list[dict]:
-    """Returns dtype, shape and checksum of each copy of a leaf that this process holds, for JSON.
-
-    All processes digest an array together, but each digests NumPy arrays for itself.
-    """
-    if isinstance(x, jax.Array):
-        checksums = [int(copy.data) for copy in _checksum(x).addressable_shards]
-    else:
-        checksums = [_checksum_on_host(x)]
-    return [{"dtype": x.dtype.name, "shape": [*x.shape], "checksum": one} for one in checksums]
-
-
-@jax.jit
-def _checksum(x):
-    return checksum(to_words(x))
-
-
-def _checksum_on_host(x) -> int:
-    """Returns the same checksum for a value on the host, which may have 64 bits."""
-    x = np.asarray(x)
-    x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
-    words = np.ascontiguousarray(x).reshape(-1).view(f"uint{min(8 * x.dtype.itemsize, 32)}")
-    places = np.arange(len(words), dtype=np.uint32)
-    return int(np.sum(hashed(words.astype(np.uint32), places), dtype=np.uint32))
+    return on_all(step, lambda: described(orbax.checkpointables_metadata(folder)))
 
 
 def load(directory: str, step: int, saved: dict[str, dict], trees: dict[str, Any]) -> dict:
-    """Returns the leaves of some parts of a step by their paths, verified by their digests.
+    """Returns some parts of a step, verified by their digests, as trees like the given ones.
 
-    Where a part's tree has a shape with a sharding, the leaf is placed on devices, otherwise in the
-    host's memory.
+    Where a given tree has shapes with shardings, the leaves are placed on devices, otherwise in the
+    host's memory. If a tree is None, NumPy arrays by their paths are returned.
     """
-    targets: dict[str, dict] = {}
+    targets: dict[str, dict] = {part: {} for part in trees}
     for part, tree in trees.items():
-        like = description.by_path(tree, part)
-        targets[part] = {name: _target(x, like.get(name)) for name, x in saved[part].items()}
-    loaded = targets | on_all(directory, step, lambda: _load(directory, step, targets))
-    on_all(directory, step, lambda: _verify(loaded, saved))
-    return loaded
-
-
-def _target(digest: dict, like: Any):
-    """Returns the target of a leaf for Orbax, on devices if ``like`` is a shape with a sharding."""
-    dtype = jnp.dtype(digest["dtype"])
-    if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is not None:
-        return jax.ShapeDtypeStruct(digest["shape"], dtype, sharding=like.sharding)
-    return np.empty(digest["shape"], dtype)
-
-
-def _load(directory: str, step: int, targets: dict[str, dict]) -> dict:
-    """Reads alone, since a process would wait minutes for another that cannot read its part."""
-    own = jax.process_index()
-    alone = orbax.Context()
-    alone.multiprocessing.primary_host = own
-    alone.multiprocessing.active_processes = {own}
-    alone.multiprocessing.barrier_sync_key_prefix = f"process_{own}"
-    stored_parts = {part: x for part, x in targets.items() if x}  # Orbax stores no empty ones
-    with alone:
-        return orbax.load_checkpointables(epath.Path(directory) / str(step), stored_parts)
-
-
-def _verify(loaded: dict[str, dict], saved: dict[str, dict]) -> None:
-    wrong = [
-        f"{part}{name}"
+        shape_at = {} if tree is None else description.by_path(tree, part)
+        for name, digest in saved[part].items():
+            x = shape_at.get(name)
+            sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+            targets[part][name] = template(digest, sharding)
+    stored = {part: x for part, x in targets.items() if x}  # Orbax stores no empty parts
+    loaded = targets | on_all(step, lambda: _load(directory, step, stored))
+    on_all(step, lambda: _verify(loaded, saved))
+    return {
+        part: leaves if trees[part] is None else description.from_paths(leaves, trees[part])
         for part, leaves in loaded.items()
-        for name, x in leaves.items()
-        if any(digest != saved[part][name] for digest in digests(x))
-    ]
-    if wrong:
-        raise DamagedCheckpoint(f"{wrong[0]} must hold the bits that were saved, and does not")
+    }
 
 
 @no_context_mesh()
@@ -201,12 +171,12 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
       directory: the run's folder, or its URL as a string.
       params: arrays or shapes of the parameters. A leaf without a sharding is placed on the default
         device. If None, the result is a dict of NumPy arrays by their paths.
-      step: step of the checkpoint; by default the latest.
+      step: step of the checkpoint; by default the latest that is intact.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      ValueError: the checkpoint has other parameters.
-      DamagedCheckpoint: it cannot be read, or is not what was saved. This is a ValueError.
+      DamagedCheckpoint: the step's checkpoint is damaged, or all are. This is a ValueError.
+      UserWarning: newer checkpoints are damaged.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, demo_optax
@@ -225,17 +195,30 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
         sharding = getattr(x, "sharding", None) or here
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    wanted = None if params is None else jax.tree.map(shape, params)
-    return _load_part(directory, "params", wanted, step)
+    def read(folder: str, step: int) -> Any:
+        saved = description_of(folder, step)["leaves"]
+        if params is not None:
+            description.require_same("parameters", params, saved["params"])
+        wanted = None if params is None else jax.tree.map(shape, params)
+        return load(folder, step, saved, {"params": wanted})["params"]
+
+    return _read_newest(directory, step, read)
 
 
 @no_context_mesh()
 def load_extra(directory: str | os.PathLike, extra, *, step: int | None = None):
     """Loads only what `Checkpointer.save` got as ``extra``, such as a mean of the parameters.
 
-    The arguments and errors are those of `load_params`, but for ``extra``: a tree like the one that
-    was saved. Arrays are placed on the default device, and ``jax.ShapeDtypeStruct`` where its
-    sharding says.
+    Args:
+      directory: the run's folder, or its URL as a string.
+      extra: a tree like the one that was saved. Arrays are placed on the default device, and
+        ``jax.ShapeDtypeStruct`` where its sharding says.
+      step: step of the checkpoint; by default the latest that is intact.
+
+    Raises:
+      ValueError: the checkpoint has an ``extra`` of another structure, or of other shapes.
+
+    The other errors are those of `load_params`.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, demo_optax
@@ -248,18 +231,63 @@ def load_extra(directory: str | os.PathLike, extra, *, step: int | None = None):
       ...     load_extra(folder, extra)["seed"]
       3
     """
-    return _load_part(directory, "extra", extra, step)
+
+    def read(folder: str, step: int) -> Any:
+        saved, wanted = description_of(folder, step)["leaves"], {"step": step, "tree": extra}
+        description.require_same("extra", wanted, saved["extra"])
+        return load(folder, step, saved, {"extra": wanted})["extra"]["tree"]
+
+    return _read_newest(directory, step, read)
 
 
-def _load_part(directory: str | os.PathLike, part: str, tree, step: int | None):
+def _read_newest(
+    directory: str | os.PathLike, step: int | None, read: Callable[[str, int], T]
+) -> T:
     folder = absolute(directory)
-    step = step_to_read(folder, step)
-    if step is None:
+    if not (steps := steps_to_read(folder, step)):
         raise FileNotFoundError(
             f"{directory} holds no checkpoint: give the folder that Checkpointer saves to."
         )
-    saved = description_of(folder, step)["leaves"]
-    if tree is not None:
-        description.require_same(part, tree, saved[part])
-    leaves = load(folder, step, saved, {part: tree})[part]
-    return leaves if tree is None else description.from_paths(leaves, tree)
+    return newest_intact(folder, steps, lambda step: read(folder, step))[0]
+
+
+def _load(directory: str, step: int, wanted: dict) -> dict:
+    """Reads alone, since a process would wait minutes for another that cannot read its part."""
+    own = jax.process_index()
+    alone = orbax.Context()
+    alone.multiprocessing.primary_host = own
+    alone.multiprocessing.active_processes = {own}
+    alone.multiprocessing.barrier_sync_key_prefix = f"process_{own}"
+    with alone:
+        return orbax.load_checkpointables(epath.Path(directory) / str(step), wanted)
+
+
+def _verify(loaded: dict[str, dict], saved: dict[str, dict]) -> None:
+    wrong = [
+        f"{part}{name}"
+        for part, leaves in loaded.items()
+        for name, x in leaves.items()
+        if any(digest != saved[part][name] for digest in digests(x))
+    ]
+    if wrong:
+        raise DamagedCheckpoint(f"{wrong[0]} must hold the bits that were saved, and does not")
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Returns the error in which Orbax or TensorStore says what is wrong, and in which file."""
+    context = None if error.__suppress_context__ else error.__context__
+    before = error.__cause__ or context
+    return first_cause(before) if before else error
+
+
+def in_a_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0][:400]
+
+
+def _is_of_machine(error: BaseException) -> bool:
+    """Tells whether memory, permission or connection is missing, which is not damage."""
+    return (
+        isinstance(error, MemoryError)
+        or str(error).startswith(_MACHINE_STATES)
+        or getattr(error, "errno", None) in _MACHINE_ERRORS
+    )

@@ -5,9 +5,9 @@ whatever else the run needs. The module `elastic` fits it to other workers or se
 """
 
 import contextlib
-import json
 import operator
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from orbax.checkpoint import v1 as orbax
 from demo_optax._src import checks
 from demo_optax._src.axes import AxisName
 from demo_optax._src.checkpoint import description, reading
+from demo_optax._src.checkpoint.digests import digests
 from demo_optax._src.checkpoint.elastic import convert
 from demo_optax._src.parallel import layout, shards, worker_axis
 from demo_optax._src.parallel.processes import by_lead
@@ -88,15 +89,22 @@ class Checkpointer:
         shards.num_workers(mesh, axis_name or ())  # refuses unknown axes
         self._tx, self._where = tx, (mesh, axis_name or (), param_specs)
         self._directory, self._keep = reading.absolute(directory), keep
+        self._damaged: set[int] = set()
         self._orbax: orbax.training.Checkpointer | None = None
-        self._last: int | None = None  # the step that was saved or restored last
+        self._pending: int | None = None
+        self._last: int | None = None
         epath.Path(self._directory).mkdir(parents=True, exist_ok=True)
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        self.close()
+    def __exit__(self, kind, *_):
+        try:
+            self.close()
+        except OSError as error:
+            if kind is None:
+                raise
+            warnings.warn(str(error), stacklevel=2)
 
     def close(self) -> None:
         """Waits until everything is on disk.
@@ -105,20 +113,20 @@ class Checkpointer:
           OSError: the last save failed.
         """
         try:
-            self._wait()
+            self._finish()
         finally:
-            writer, self._orbax = self._orbax, None
-            if writer is not None:
-                writer.close()
+            self._close_writer()
 
     @property
     def latest(self) -> int | None:
-        """The step of the latest checkpoint, or None without one.
+        """The step of the latest checkpoint that is not known to be damaged, or None without one.
 
-        It may still be being written. The first process lists the others and tells all.
+        The first process looks for it and tells the others.
         """
+        if self._pending is not None:
+            return self._pending
         steps = by_lead(lambda: reading.listed_steps(self._directory))
-        return max([*steps, *([] if self._last is None else [self._last])], default=None)
+        return max(set(steps) - self._damaged, default=None)
 
     @shards.no_context_mesh()
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
@@ -143,16 +151,17 @@ class Checkpointer:
         """
         step = operator.index(step)
         checks.static_integer("step", step, at_least=0)
-        trees = {"params": params, "opt_state": opt_state, "extra": extra}
+        # Orbax warns of a tree without arrays, so the step is stored with ``extra``.
+        trees = {"params": params, "opt_state": opt_state, "extra": {"step": step, "tree": extra}}
         leaves = {part: description.by_path(tree, part) for part, tree in trees.items()}
         try:
             if self._last != step:
-                self._wait()
+                self._finish()
         finally:
             if self._last != step:
                 self._begin(step, leaves, params, opt_state)
             if wait:
-                self._wait()
+                self._finish()
 
     def _begin(self, step: int, leaves: dict[str, dict], params, opt_state) -> None:
         """Begins to save in the background."""
@@ -168,7 +177,7 @@ class Checkpointer:
         worker_axis.require_state(opt_state, placement)
         described = description.describe(placement, opt_state)
         described["leaves"] = {
-            part: {name: reading.digests(x)[0] for name, x in named.items()}
+            part: {name: digests(x)[0] for name, x in named.items()}
             for part, named in leaves.items()
         }
         with self._writing(step):
@@ -181,15 +190,24 @@ class Checkpointer:
                 step,
                 {part: x for part, x in leaves.items() if x},  # Orbax refuses empty ones
                 force=True,
-                custom_metadata=reading.stored(json.dumps(described)),
+                overwrite=step in self._damaged,
+                custom_metadata=reading.sealed(described),
             )
-        self._last = step
+        self._last = self._pending = step
+        self._damaged.discard(step)
 
-    def _wait(self) -> None:
+    def _close_writer(self) -> None:
+        writer, self._orbax = self._orbax, None
+        if writer is not None:
+            writer.close()
+
+    def _finish(self) -> None:
         """Waits for the save in progress."""
-        if self._orbax is not None and self._last is not None:
-            with self._writing(self._last):
-                self._orbax.wait()
+        step, self._pending = self._pending, None
+        if self._orbax is None or step is None:
+            return
+        with self._writing(step):
+            self._orbax.wait()
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
@@ -197,13 +215,13 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            writer, self._orbax, self._last = self._orbax, None, None
-            if writer is not None:
-                with contextlib.suppress(Exception):
-                    writer.close()
+            self._last = None
+            with contextlib.suppress(Exception):
+                self._close_writer()
+            reason = reading.in_a_line(reading.first_cause(error))
             raise OSError(
-                f"step {step} could not be saved in {self._directory}: {reading.first_line(error)}."
-                " The run can go on: until a save succeeds, a restart begins from the one before."
+                f"step {step} could not be saved in {self._directory}: {reason}. The run can go "
+                "on: until a save succeeds, a restart begins from the one before."
             ) from error
 
     @shards.no_context_mesh()
@@ -213,7 +231,7 @@ class Checkpointer:
         Args:
           params: arrays or shapes of the parameters, as a tree of the same structure.
           extra: a tree like the one that was saved.
-          step: step of the checkpoint; by default the latest.
+          step: step of the checkpoint; by default the latest that is intact.
 
         Returns:
           A `Checkpoint`, placed on the mesh. With the workers and the settings that saved it, it is
@@ -223,15 +241,19 @@ class Checkpointer:
         Raises:
           ValueError: the checkpoint has a different model, optimizer or ``extra``, or momenta in
             other blocks.
-          FileNotFoundError: there is no checkpoint of this step.
-          DamagedCheckpoint: it cannot be read, or is not what was saved. This is a ValueError.
+          FileNotFoundError: there are checkpoints, but none of this step.
+          DamagedCheckpoint: the step's checkpoint is damaged, or all are. This is a ValueError.
+          OSError: a process could not read it for lack of memory, permission or connection.
+          UserWarning: newer checkpoints are damaged. They stay until later saves replace them.
         """
         self.close()
-        step = reading.step_to_read(self._directory, step)
-        if step is None:
+        if not (steps := reading.steps_to_read(self._directory, step)):
             return None
-        checkpoint = self._read(step, params, extra)
-        self._last = step
+        checkpoint, damaged = reading.newest_intact(
+            self._directory, steps, lambda step: self._read(step, params, extra)
+        )
+        self._damaged |= damaged
+        self._last = checkpoint.step
         return checkpoint
 
     def _read(self, step: int, params, extra) -> Checkpoint:
@@ -245,26 +267,23 @@ class Checkpointer:
             jax.tree.map(_with_sharding, tree, shards.shardings(mesh, specs))
             for tree, specs in ((params, placement.params), (state, placement.state))
         )
-        exact = saved == saved | needed
-        trees = {"params": params, "opt_state": state, "extra": extra}
+        exact = all(saved[key] == value for key, value in needed.items())
+        held, extra = saved["leaves"], {"step": step, "tree": extra}
 
         def is_of_exchange(name: str) -> bool:
             return any(description.is_of_exchange(name, x) for x in (saved, needed))
 
-        for part, tree in trees.items():
-            in_state = part == "opt_state"
-            ignored = is_of_exchange if in_state else lambda name: False
-            shapes = exact or not in_state
-            description.require_same(part, tree, saved["leaves"][part], ignored, shapes=shapes)
+        description.require_same("parameters", params, held["params"])
+        description.require_same("extra", extra, held["extra"])
+        description.require_same(
+            "optimizer state", state, held["opt_state"], is_of_exchange, shapes=exact
+        )
         # What is to be converted is read into the host's memory.
-        placed = trees | ({} if exact else {"opt_state": None})
-        found = reading.load(self._directory, step, saved["leaves"], placed)
+        trees = {"params": params, "opt_state": state if exact else None, "extra": extra}
+        found = reading.load(self._directory, step, held, trees)
         if not exact:
-            state = convert(found["opt_state"], saved, state, needed)
-        else:
-            state = description.from_paths(found["opt_state"], state)
-        params, extra = (description.from_paths(found[x], trees[x]) for x in ("params", "extra"))
-        return Checkpoint(step, params, state, extra)
+            found["opt_state"] = convert(found["opt_state"], saved, state, needed)
+        return Checkpoint(step, found["params"], found["opt_state"], found["extra"]["tree"])
 
 
 def _with_sharding(x, sharding) -> jax.ShapeDtypeStruct:

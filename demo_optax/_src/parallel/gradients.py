@@ -104,6 +104,11 @@ _ADVICE = {
         "The loss is mapped over the workers on a mesh whose axes are all Auto: leave out "
         "out_sharding and jax.sharding.reshard, or use jax.lax.with_sharding_constraint instead."
     ),
+    ("context mesh",): (
+        "The loss is mapped over the workers on a mesh whose axes are all Auto, and what it closes "
+        "over is not moved there: pass such arrays as parameters or in the batch, or use a mesh of "
+        "Auto axes."
+    ),
 }
 """What to do about errors of JAX, by words in their texts."""
 
@@ -486,8 +491,13 @@ def stacked_gradients(
 
     def compute(params, opt_state, state, batch, *key):
         batch = jax.tree.map(jnp.asarray, batch)
-        every = P(axes.names(axis_name) + (inner if manual else ()))
-        given = every if batch_specs is None else batch_specs
+        leaves, structure = jax.tree.flatten(batch)
+        # The dimension that the type of an array on an Explicit mesh divides, or the first one.
+        typed = [P(*map(axes.names, jax.typeof(x).sharding.spec)) for x in leaves]
+        divided = [row or 0 for row in shards.row_dimensions(typed, axis_name)]
+        every = axes.names(axis_name) + (inner if manual else ())
+        by_type = structure.unflatten([P(*[None] * row, every) for row in divided])
+        given = by_type if batch_specs is None else batch_specs
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         leaf_batch_specs = shards.batch_leaf_specs(batch, given, mesh, axis_name)
         rows = shards.row_dimensions(leaf_batch_specs, axis_name)
