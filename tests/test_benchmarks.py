@@ -5,8 +5,13 @@ import re
 import runpy
 import subprocess
 import sys
+import types
+from typing import Any
 
 import pytest
+from rich.console import Console
+
+from benchmarks.chaos.__main__ import Chaos, seconds_until_joined
 
 ROOT = pathlib.Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -42,6 +47,45 @@ def test_each_script_says_how_it_is_used(script, capsys, monkeypatch):
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(str(BENCHMARKS / f"{script}.py"), run_name="__main__")
     assert f"benchmarks/{script}.py" in capsys.readouterr().out
+
+
+def test_a_start_of_a_worker_that_comes_back_lasts_until_its_first_step_that_counts():
+    def worker(name, starts, times, members):
+        steps = [{"time": x, "members": members} for x in times]
+        return types.SimpleNamespace(name=name, starts=starts, steps=lambda: steps)
+
+    killed = worker("a", [0.0, 100.0, 200.0], [34.0, 90.0, 110.0, 120.0, 205.0], ["a", "b"])
+    never = worker("b", [0.0, 50.0], [34.0], ["a", "b"])
+    alone = worker("c", [0.0, 50.0], [60.0], ["a", "b"])
+    assert seconds_until_joined([killed, never, alone]) == [10.0, 5.0]
+
+
+@pytest.mark.parametrize(("status", "starts"), [(1, ["a"]), (-9, ["a"]), (2, [])])
+def test_a_worker_that_ends_is_started_again_unless_its_settings_are_refused(
+    status, starts, capsys
+):
+    worker = types.SimpleNamespace(
+        name="a",
+        alive=False,
+        joined=False,
+        joining_for=0.0,
+        held_out=lambda: None,
+        wait=lambda seconds: status,
+        last_words=lambda: "error: choose a multiple.",
+        start=lambda: started.append("a"),
+    )
+    options, started = types.SimpleNamespace(hang=90.0), []
+    run: Any = types.SimpleNamespace(
+        workers=[worker], options=options, errors=[], console=Console(width=140)
+    )
+    if status == 2:
+        with pytest.raises(SystemExit, match=r"^error: choose a multiple\.$"):
+            Chaos.look(run)
+    else:
+        Chaos.look(run)
+        assert run.errors == ["a ended by itself: error: choose a multiple."]
+        assert run.errors[0] in capsys.readouterr().out
+    assert started == starts
 
 
 def test_studies_with_kept_results_leave_the_folder():

@@ -7,13 +7,17 @@ import pathlib
 import subprocess
 import sys
 from importlib import metadata
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.device import report
+from benchmarks.device import checks, report, steps
+from demo_optax._src.metrics import init_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = "jax", "optax", "flax", "chex", "orbax-checkpoint", "jaxtyping"
@@ -35,6 +39,7 @@ run.part("one", 0, time.sleep, 50)
 ABOUT = {"device": "a device", "jax": "0", "date": "2026-11-22", "parameters": 1000}
 UPDATES = "adamw", "muon", "demo", "demo_scaled", "demo_muon"
 TRAINED = "adamw", "demo_scaled", "demo_muon"
+SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
 
 
 def with_requirements(names):
@@ -156,3 +161,71 @@ def test_the_end_comes_in_the_middle_of_a_part(tmp_path):
     )
     assert run.returncode == 1 and "left out: the rest, when the time was up" in run.stdout
     assert json.loads((tmp_path / "found.json").read_text())["checks"]["one"]["passed"] is None
+
+
+class Sent(NamedTuple):
+    packet: jax.Array
+
+
+class Drifting(NamedTuple):
+    """An optimizer whose updates differ between workers by a multiple of ``error``."""
+
+    error: float
+
+    def init(self, params):
+        return init_metrics()._replace(participants=jnp.int32(8))
+
+    def send(self, gradient, state, params, *, worker):
+        return Sent(jnp.zeros(4, jnp.uint32)), state
+
+    def apply(self, packets, outbox, state, params, *, worker):
+        return jax.tree.map(lambda x: x * (1 + self.error * (worker == 5)), params), state
+
+
+@pytest.mark.parametrize(("error", "equal"), [(0.0, True), (2.0**-20, False)])
+def test_replicas_that_differ_in_last_bits_are_found(error, equal):
+    assert checks.equal_replicas(Drifting(error), SHAPES)["passed"] is equal
+
+
+def test_a_packet_unlike_that_of_a_cpu_is_found(monkeypatch):
+    made: list[Any] = []
+
+    def packet_of(compression, device):
+        made.append(device)
+        return np.full(4, len(made) == 4, np.uint32) + np.uint32(1)
+
+    monkeypatch.setattr(checks, "packet_of", packet_of)
+    found = checks.packets_of_a_cpu()
+    assert list(found["equal"].values()) == [True, False, True] and not found["passed"]
+
+
+def test_what_a_momentum_loses_is_found():
+    rng = np.random.default_rng(0)
+    gradient, sent = rng.normal(size=(2, 128, 64))
+    before = rng.normal(size=(2, 1, 4096))
+    after = 0.9 * before + 0.3 * checks.dct_blocks(gradient) - checks.dct_blocks(sent)
+    assert checks.lost(gradient, sent, before, after) < 1e-12
+    assert checks.lost(gradient, 1.01 * sent, before, after) > checks.ROUNDING
+
+
+def test_sums_of_squares_of_the_recorded_momentum_are_exact():
+    momentum = checks.recorded_momentum().reshape(6, -1)
+    assert [len({*np.abs(block[block != 0])}) for block in momentum] == [64] * 6
+    assert np.count_nonzero(momentum.reshape(6, -1, 32), axis=1).tolist() == [[2] * 32] * 6
+    units = np.square(momentum.astype(np.float64) * 8)  # half of it, and its smallest factor 1/4
+    assert (units == np.round(units)).all() and units.sum() < 2**24
+
+
+@pytest.mark.parametrize(("peak", "needed"), [(900, None), (1000, None), (1250, 790)])
+def test_memory_is_measured_where_there_is_a_new_peak(peak, needed):
+    before = {"bytes_in_use": 500, "peak_bytes_in_use": 1000}
+    after = {"bytes_in_use": 800, "peak_bytes_in_use": peak}
+    assert steps.bytes_needed(before, after, shared=40) == needed
+    assert steps.bytes_needed({}, {}, shared=40) is None
+
+
+@pytest.mark.parametrize("needed", [100, 400, 700])
+def test_a_step_sets_a_new_peak_on_top_of_the_filler(needed):
+    filled = 500 + steps.filler_bytes({"bytes_in_use": 500, "peak_bytes_in_use": 1000}, needed)
+    assert filled <= 1000 < filled + needed
+    assert steps.filler_bytes({}, needed) == 0

@@ -197,3 +197,16 @@ def test_contributing_names_every_module():
     named = [name for name in modules if not name.endswith("__init__.py")]
     assert len(named) > 40
     assert [name for name in named if f"`{name}`" not in page] == []
+
+
+def test_links_and_anchors_are_found():
+    text = "[a](b.md#c) ![d](e.png) `[no](code)` [far](https://x.y)\n```\n[no](code)\n```\n"
+    assert links(text) == ["b.md#c", "e.png"]
+    assert anchors("# One `two`, three\n## *Four*\n") == {"one-two-three", "four"}
+
+
+def test_paths_that_are_not_there_are_found():
+    wrong = [f"examples/{'none'}.py", f"benchmarks/{'old'}.py"]
+    text = f"`{wrong[0]}` tests/pages.py docs/*.md https://x.y/docs/none.md ({wrong[1]})"
+    assert gone(text) == wrong
+    assert gone(f"{text} {STUDIES}") == wrong[:1]

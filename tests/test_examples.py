@@ -111,6 +111,13 @@ def test_what_is_printed_ends_no_training():
 # Text and tokens
 
 
+def test_a_dataset_of_several_splits_is_refused(tmp_path):
+    split = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(ValueError, match=r"several splits.*both/test"):
+        data.read([str(tmp_path / "both")])
+
+
 def saved(kind, folder):
     if kind == "files":
         for i, text in enumerate(TEXTS):
@@ -190,6 +197,14 @@ def test_tokens_give_back_their_text(kind, tmp_path):
     corpus = data.encode(data.Text(TEXTS[:99], TEXTS[99:]), coding, 8)
     size = sum(len(text.encode()) + 1 for text in TEXTS[99:])
     assert corpus.bytes_per_token == pytest.approx(size / corpus.held_out.size)
+
+
+@pytest.mark.parametrize("content, message", [("{}", "no file of"), ("", "no file of")])
+def test_a_file_that_is_no_tokenizer(content, message, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        tokens.load(str(path))
 
 
 def test_the_order_of_the_text_is_exact_wherever_it_is_taken_up():

@@ -242,3 +242,23 @@ def test_steps_too_small_for_16_bits_add_up():
     np.testing.assert_allclose(state.displacement["w"], -0.019, rtol=1e-2)
     params, state, _ = step(params, state, np.ones((2, 8), np.float32))
     np.testing.assert_allclose(np.asarray(params["w"], np.float32), 1 - 0.7 * 1.9 * 0.02, atol=4e-3)
+
+
+def test_microbatches_keys_and_model_states_stay_with_their_worker():
+    def loss(params, state, batch, key):
+        noise = 1e-6 * jax.random.normal(key, batch["y"].shape)
+        seen = state["rows"] + len(batch["x"])
+        return model.loss(params, batch | {"y": batch["y"] + noise}), ({"rows": seen}, key)
+
+    tx = BOTH["sparseloco"]
+    step = demo_optax.make_train_step(
+        loss, tx, MESH, microbatches=2, random_key=True, stateful=True, donate=False
+    )
+    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), MESH)
+    rows = demo_optax.init_model_state({"rows": jnp.zeros(())}, MESH)
+    for i in range(4):
+        key = jax.random.key(i)
+        params, state, rows, metrics = step(params, state, rows, model.batch(i), key)
+    assert rows["rows"].tolist() == [16.0] * 4
+    assert len(np.unique(jax.random.key_data(metrics.aux), axis=1).reshape(-1, 2)) == 8
+    chex.assert_trees_all_close(params, train(tx, range(4))[0], atol=1e-3)

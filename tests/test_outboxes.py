@@ -167,3 +167,22 @@ def test_a_narrow_momentum_is_rounded_only_where_something_goes_back(dtype):
     _, counted = halves_of(tx)[2](outbox.packets, outbox, state, initial())
     assert int(counted.metrics.participants) == 1
     assert_bit_equal(counted.momentum, state.momentum)
+
+
+def test_packets_and_states_may_come_from_files():
+    tx, params = split("demo_scaled"), initial()
+    outbox, state = sent(tx)
+    packets = rows(outbox.packet)
+    expected = halves_of(tx)[2](packets, outbox, state, params, worker=0)
+    read = jax.device_get((outbox, state))  # no arguments of a program, which makes them JAX's
+    found = jax.jit(lambda packets: tx.apply(packets, *read, params, worker=0))(packets)
+    assert_bit_equal(found, expected)
+
+
+def test_a_gradient_that_is_not_finite_sends_nothing():
+    params, (init, send, apply) = initial(), halves_of(split("demo"))
+    bad = jax.tree.map(lambda x: x * np.nan, gradient(params, 0))
+    outbox, state = send(bad, init(params), params, worker=0)
+    updates, state = apply(rows(outbox.packet), outbox, state, params, worker=0)
+    assert int(demo_optax.exchange_metrics(state).participants) == 0
+    assert not any(map(np.any, jax.tree.leaves((updates, state[0].momentum))))

@@ -2,16 +2,20 @@
 
 import dataclasses
 import inspect
+import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import demo_optax
 from benchmarks.quality import __main__ as main
-from benchmarks.quality import levers, study, tables
+from benchmarks.quality import levers, pictures, study, tables
 from lm import recipes, setup
 from lm.config import Config
 from lm.recipes import RECIPES, Settings
@@ -20,6 +24,7 @@ from tests import model, workers
 from tests.nano import NANO
 from tests.sweeps import sweep
 
+ROOT = Path(__file__).parents[1]
 STUDIES = study.read()
 METHODS = [(each, method) for each in STUDIES.values() for method in each.methods.values()]
 
@@ -40,6 +45,23 @@ def small(settings=None, **methods):
         "methods": methods,
     }
     return study._study("small", body)
+
+
+def test_results_of_other_settings_do_not_count():
+    each = small(a={"learning_rate": 1.0})
+    method = each.methods["a"]
+    results = {job.key: result(job, 1.0) for job in (each.job(method, seed) for seed in each.seeds)}
+    assert set(each.of_method(method, results)) == {3, 4}
+    changed = dataclasses.replace(method, settings={"steps": 5})
+    assert each.of_method(changed, results) == {}
+
+
+def test_a_method_has_the_rate_of_its_study_where_it_gives_none():
+    each = small(a={"topk": 2}, b={"learning_rate": 2.0}, settings={"learning_rate": 1.0})
+    assert [method.learning_rate for method in each.methods.values()] == [1.0, 2.0]
+    assert each.methods["a"].settings == {"preset": "nano", "steps": 4, "topk": 2}
+    with pytest.raises(ValueError, match="a has no learning_rate"):
+        small(a={})
 
 
 def test_differences_are_paired_by_seed(monkeypatch):
@@ -82,6 +104,41 @@ def test_runs_beside_each_other_are_kept_and_not_repeated(monkeypatch, tmp_path)
     assert all(0 < share < 1 for _, share in results["DeMo"].sent_shares)
     main.train([each])
     assert each.results_path.read_text() == found
+
+
+def test_the_picture_shows_the_methods_of_at_most_seven_curves(monkeypatch, tmp_path):
+    drawn = {}
+    monkeypatch.setattr(pictures.plt, "close", lambda figure: drawn.update({len(drawn): figure}))
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
+    pictures.draw(STUDIES)
+    by_bytes, local, *_ = drawn.values()
+    curves, unseen = by_bytes.axes
+    found = [row.method.curve for row in tables.rows(STUDIES["tiny"]) if row.method.curve]
+    shown = sum(len(bars[0].get_xdata()) for bars in curves.containers)
+    assert shown == len(found) > 10
+    labels = curves.get_legend_handles_labels()[1]
+    assert set(labels) == set(found) and len(labels) == len(set(found)) <= 7
+    final = tables.rows(STUDIES["final"])
+    assert {text.get_text() for text in unseen.texts} == {row.method.name for row in final}
+    bars = [len(bars[2]) for bars in unseen.containers]
+    assert bars == [int(row.difference is not None and len(row.seeds) > 1) for row in final]
+    names = [text.get_window_extent() for text in unseen.texts]
+    assert len(names) > 6
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(names, 2))
+    assert all(unseen.figure.bbox.extents[3] > name.y1 > name.y0 > 0 for name in names)
+    (rounds,) = local.axes
+    labels = rounds.get_legend_handles_labels()[1]
+    assert set(labels) == {m.curve for m in STUDIES["local"].methods.values() if m.curve}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png"}
+
+
+@given(st.lists(st.floats(-1, 1), max_size=8), st.floats(0.01, 0.5))
+def test_names_stand_apart_and_move_no_more_than_they_must(heights, least):
+    placed = sorted(zip(heights, pictures._spread(heights, least), strict=True))
+    assert all(after >= before for before, after in placed)
+    assert all(after == before for before, after in placed[:1])
+    for (_, lower), (before, upper) in itertools.pairwise(placed):
+        assert upper == max(before, lower + least)
 
 
 @pytest.mark.parametrize("each, method", METHODS, ids=[f"{s.name}: {m.name}" for s, m in METHODS])

@@ -1,9 +1,13 @@
 """What several pages say, they say alike, and as the code and the kept results have it."""
 
+import inspect
 import json
 import re
 from pathlib import Path
 
+import pytest
+
+import demo_optax
 from benchmarks.quality import study, tables
 from benchmarks.tools import kept
 
@@ -14,6 +18,7 @@ PAGES = {
     if "_build" not in path.parts
 }
 STUDIES = study.read()
+OF_A_MODEL = {"preset", "steps", "evaluate_every", "batch_size", "workers", "simulate"}
 
 
 def test_the_largest_model_is_the_same_everywhere():
@@ -31,6 +36,64 @@ def test_the_largest_model_is_the_same_everywhere():
         said
     )
     assert set.union(*said.values()) == {f"{largest / 1e6:.0f}"}
+
+
+BEGIN = r"[Bb]egin with (`demo_\w+`)|(`demo_\w+`), the optimizer to begin with"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "docs/explanation/faq.md",
+        "docs/reference/api.md",
+        "docs/reference/settings.md",
+        "docs/tutorials/from_scratch.md",
+    ],
+)
+def test_one_optimizer_to_begin_with(page):
+    paragraph = next(each for each in PAGES[page].split("\n\n") if re.search(BEGIN, each))
+    first, *_ = filter(None, re.search(BEGIN, paragraph).groups())
+    assert first == "`demo_muon`"
+    exception = paragraph[paragraph.index("`demo_muon`") :]
+    assert "`demo_scaled`" in exception and "small" in exception
+
+
+def test_no_page_has_another_optimizer_to_begin_with():
+    for page, text in PAGES.items():
+        for paragraph in text.split("\n\n"):
+            found = re.search(BEGIN, paragraph)
+            assert not found or "`demo_muon`" in found[0], f"{page}: {paragraph}"
+            assert "recommended optimizer" not in paragraph, page
+
+
+def test_the_docstrings_say_the_same_of_where_to_begin():
+    muon, scaled = map(inspect.getdoc, (demo_optax.demo_muon, demo_optax.demo_scaled))
+    assert "This is the optimizer to begin with, at the learning rate of an AdamW" in muon
+    assert re.search(r"Take it in place of `demo_muon` if the batch of a worker is small", scaled)
+    limit = re.search(r"``5 \* width / tokens`` above\s+([\d.]+)", scaled)[1]
+    said = f"5 · width / (tokens in one worker's batch) exceeds {limit}"
+    assert said in PAGES["README.md"]
+
+
+def test_methods_of_one_name_have_the_same_settings():
+    """Such as one look-ahead. They differ in the model, the steps and the workers alone."""
+    found = {}
+    for each in STUDIES.values():
+        for method in each.methods.values():
+            own = {key: value for key, value in method.settings.items() if key not in OF_A_MODEL}
+            own.setdefault("decay", 0.9 if own["optimizer"] == "adamw" else None)
+            assert found.setdefault(method.name, (own, method.lever)) == (own, method.lever), method
+
+
+SEARCHED = {"AdamW": "AdamW", "Muon": "Muon", "DeMo-scaled": "32 bins, sign"}
+
+
+def test_rates_on_the_unseen_seeds_are_those_of_the_searches():
+    tiny, final = STUDIES["tiny"], STUDIES["final"]
+    for name, searched in SEARCHED.items():
+        assert tiny.methods[searched].settings["b2"] == 0.95
+        assert final.methods[name].learning_rate == tiny.methods[searched].learning_rate
 
 
 def test_seconds_over_a_slow_link_are_those_of_the_kept_runs():

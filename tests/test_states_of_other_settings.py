@@ -118,3 +118,12 @@ def test_a_state_holds_arrays_alone_so_that_other_tools_write_and_read_it(tx):
     for own, other in ((state, read), (state, pickle.loads(pickle.dumps(state)))):
         assert jax.tree.structure(own) == jax.tree.structure(other)
         jax.tree.map(np.testing.assert_array_equal, own, other)
+
+
+def test_a_state_that_another_tool_has_read_is_compared_with_the_settings():
+    """Orbax and others put the old numbers into a new state, whose structure is the same."""
+    tx, other, params, others = made("transform")
+    written = flax.serialization.to_bytes(other.init(others))
+    state = flax.serialization.from_bytes(tx.init(params), written)
+    with pytest.raises(ValueError, match=r"was made for .*identity.* is needed"):
+        tx.update(params, state, params)
