@@ -1,63 +1,16 @@
-"""What a method costs, and the rules of a choice, each with the sentence of its reason."""
+"""The rules of a choice, each with the sentence that gives its reason."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from demo_optax._src.accounting.losses import MeasuredLoss, read_losses
-from demo_optax._src.accounting.methods import Method
-from demo_optax._src.accounting.traffic import StepTime
+from demo_optax._src.accounting.candidates import Candidate
+from demo_optax._src.accounting.losses import read_losses
 
 LARGEST_ALL_REDUCE = 1 / 4  # of the compute of a step
 LARGEST_ALL_GATHER = 1 / 5
 LARGEST_STEP = 2.0
 LARGEST_ORTHOGONAL_STEP = {"A": 1 / 5, "B": 1 / 5, "C": 1 / 2, "D": 1 / 2}
 SNAPSHOT_EVERY = 100  # steps, by default
-
-
-class Memory(NamedTuple):
-    """The bytes of memory that a worker needs, without those of the activations.
-
-    Attributes:
-      parameters, gradients, state: those of the model and of the optimizer's state.
-      temporary: what an update needs for a while.
-    """
-
-    parameters: int
-    gradients: int
-    state: int
-    temporary: int
-
-    @property
-    def total(self) -> int:
-        """The sum of all."""
-        return sum(self)
-
-
-class Candidate(NamedTuple):
-    """What a method costs over a link, in seconds, bytes, memory and loss.
-
-    Attributes:
-      method: what it sends, and the lines that use it.
-      time: bytes and seconds of a step, whose compute includes that of an orthogonal step.
-      loss: the measured loss, of the runs whose number of workers is closest.
-      learning_rate: the rate to begin with if no AdamW was tuned for the model.
-      memory: bytes that a worker needs without the activations.
-
-    Example:
-      >>> import demo_optax
-      >>> model = dict(params=300_000_000, batch_tokens=65_536, width=1024)
-      >>> link = dict(workers=8, bandwidth=1e9, latency=1e-3, compute_time=1.0)
-      >>> candidate = demo_optax.accounting.choose(**model, **link).candidates[2]
-      >>> candidate.method.name, candidate.learning_rate, round(candidate.time.step, 2)
-      ('demo_muon', 0.000375, 1.22)
-    """
-
-    method: Method
-    time: StepTime
-    loss: MeasuredLoss
-    learning_rate: float
-    memory: Memory
 
 
 def choose_row(exchange: Mapping[str, float], compute: float) -> tuple[str, str]:

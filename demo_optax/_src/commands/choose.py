@@ -16,15 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from demo_optax._src.accounting.choose import (
-    PEAK_FLOPS,
-    UTILIZATION,
-    Choice,
-    choose,
-    estimate_compute_time,
-)
+from demo_optax._src.accounting.candidates import Candidate
+from demo_optax._src.accounting.choose import Choice, choose
+from demo_optax._src.accounting.devices import PEAK_FLOPS, UTILIZATION, estimate_compute_time
 from demo_optax._src.accounting.methods import Method
-from demo_optax._src.accounting.rules import Candidate, short
+from demo_optax._src.accounting.rules import short
 from demo_optax._src.accounting.traffic import BYTES, uplink_bytes
 from demo_optax._src.commands.quantities import bandwidth, count, duration, flops, memory
 from demo_optax._src.commands.tables import plus_minus, print_table, with_unit

@@ -8,8 +8,6 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int64, UInt32
 
-Words = UInt32[Array | np.ndarray, "..."]
-
 
 def words_of(fields: int, bits: int) -> int:
     return math.ceil(fields * bits / 32)
@@ -76,11 +74,11 @@ def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
     return jnp.sum(hashed(words, places), dtype=jnp.uint32)
 
 
-def hashed(seeds: Words, places: Words) -> Words:
+def hashed(seeds: UInt32[Array, "..."], places: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Hashes a seed and a place by MurmurHash3's mixer, one-to-one for each seed."""
-    x = seeds + places * np.uint32(0x9E3779B9)
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    x = seeds + places * jnp.uint32(0x9E3779B9)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
