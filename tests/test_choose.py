@@ -19,8 +19,7 @@ import demo_optax
 from benchmarks.quality import study, tables
 from benchmarks.tools import pages
 from demo_optax import accounting
-from demo_optax._src.accounting import choose as accounting_choose
-from demo_optax._src.accounting import losses, methods
+from demo_optax._src.accounting import devices, losses, methods
 from demo_optax._src.commands.quantities import bandwidth as bits
 from demo_optax.swarm import Member, ObjectStore
 from lm import setup, utilization
@@ -404,7 +403,7 @@ def test_an_estimate_of_the_compute_is_six_flops_for_each_parameter_and_token():
 
 def test_the_trainer_knows_the_same_peaks():
     for peak in set(utilization.PEAK_FLOPS.values()):
-        assert peak in accounting_choose.PEAK_FLOPS.values()
+        assert peak in devices.PEAK_FLOPS.values()
 
 
 def test_a_choice_starts_no_devices():

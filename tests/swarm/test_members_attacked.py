@@ -433,6 +433,36 @@ def test_packets_that_somebody_deletes_before_the_decision_are_sent_again(run, m
     assert "step 1: this worker's packet is gone, and is sent again" in said
 
 
+@pytest.mark.parametrize(("names", "least"), [(NAMES, 1), (NAMES[:2], 2)])
+def test_who_decides_with_a_packet_that_is_gone_sends_it_again(run, monkeypatch, names, least):
+    """Somebody deletes what all send in a step, until one of them has noticed."""
+    monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.4)
+    said, put, create = [], run.anybody.put, run.anybody.create
+
+    def losing(write):
+        def attempt(key, data):
+            result = write(key, data)
+            if key.startswith("packets/00000001/") and not said:
+                run.anybody.delete([key])
+            return result
+
+        return attempt
+
+    def tell(line):
+        said.extend([line] if "is sent again" in line else [])
+
+    def go_on(member):
+        return exchange(member, 1), member.head(1), exchange(member, 2)
+
+    all_of_them = run.members(*names, deadline=0.1, min_workers=least, tell=tell)
+    everybody(all_of_them, 0)
+    monkeypatch.setattr(run.anybody, "put", losing(put))
+    monkeypatch.setattr(run.anybody, "create", losing(create))
+    (first, head, _), *others = together([functools.partial(go_on, x) for x in all_of_them])
+    assert said and len(first.packets) == len(first.manifest.packets) >= least
+    assert all((x.packets, of_x) == (first.packets, head) for x, of_x, _ in others)
+
+
 def test_a_roster_that_was_put_back_is_missed_and_its_successor_is_waited_for(run, monkeypatch):
     monkeypatch.setattr(steps, "ROSTER_SECONDS", 0.0)
     monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.1)

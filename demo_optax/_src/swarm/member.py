@@ -140,6 +140,7 @@ class Member:
         self._left: set[MemberId] = set()  # members that said that they leave
         self._vain: dict[int, int] = {}  # the last step in which a slot announced itself in vain
         self._packets: dict[PacketRef, bytes] = {}  # of the current step
+        self._sent: dict[int, tuple[PacketRef, bytes, str]] = {}  # its own last two, and the heads
         self._prefetched: dict[str, bytes] = {}
         self._ahead: list[str] = []  # packets to read next, in order,
         self._most_ahead = slots  # and how many of them at once
@@ -230,22 +231,26 @@ class Member:
         checks.static_integer("steps", steps, at_least=0)
         checks.in_interval("tokens", tokens, "[0, inf)")
         own = PacketRef(*self.me, records.sha256(packet), int(steps), records.tokens_of(tokens))
+        head = self.head(step - 1)
         with self._transferring:
-            own = self._steps.send(step, own, packet, self.head(step - 1))
+            own = self._steps.send(step, own, packet, head)
         self._packets = {own: packet}
-        self.last_sent = step
+        before = {n: sent for n, sent in self._sent.items() if n == step - 1}
+        self._sent, self.last_sent = {**before, step: (own, packet, head)}, step
         return own
 
     def _send_again(self, step: int) -> None:
-        """Puts this worker's packet back if somebody has taken it away before it was decided."""
-        own = next((x for x in self._packets if x.member == self.me), None)
-        if own is None or self.last_sent != step:
-            return
-        there = self.store.get(self._steps.key(step, own))
-        if there is None or self._steps.payload(there) != self._packets[own]:
-            self.tell(f"{self.unit} {step}: this worker's packet is gone, and is sent again")
-            with self._transferring:
-                self._steps.send(step, own, self._packets[own], self.head(step - 1))
+        """Puts this worker's last packets back if somebody has taken them away.
+
+        Who is missing in a step may still wait for the packet of the step before.
+        """
+        for number in sorted(self._sent.keys() & {step - 1, step}):
+            own, packet, head = self._sent[number]
+            there = self.store.get(self._steps.key(number, own))
+            if there is None or self._steps.payload(there) != packet:
+                self.tell(f"{self.unit} {number}: this worker's packet is gone, and is sent again")
+                with self._transferring:
+                    self._steps.send(number, own, packet, head)
 
     def may_send(self, step: int) -> bool:
         """Tells whether an earlier process of this worker has left no packet in a step.

@@ -194,9 +194,9 @@ class ObjectStore(Store):
         if not (self._folder and key):
             return None
         path = self._folder / key
-        wrong = [x for x in path.parents[: key.count("/")] if not x.is_dir()]
-        wrong += [x for x in [path] if not x.is_file()]
-        return next(filter(os.path.lexists, wrong), None)
+        folders = path.parents[: key.count("/")]
+        checked = [*((x, x.is_dir()) for x in folders), (path, path.is_file())]
+        return next((x for x, is_right in checked if not is_right and os.path.lexists(x)), None)
 
     def _persist(self, what: str, attempt: Callable[[], T], written: str = "") -> T | None:
         """Tries until it works; returns None where an object is missing, or read and changed.
