@@ -14,6 +14,7 @@ from demo_optax._src.swarm import agreement, records, roster, seals, snapshots, 
 from demo_optax._src.swarm.records import PacketRef, SwarmError
 from demo_optax._src.swarm.slots import last_manifests
 from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
+from demo_optax.swarm import Member
 from tests import swarms
 from tests.members import (
     NAMES,
@@ -333,6 +334,55 @@ def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_ba
     late.receive(0)
     assert sorted(late.receive(1).packets) == [0, 1]
     assert late.receive(2).manifest == decided and late.head(2) == paris.head(2)
+
+
+def test_packets_that_are_gone_after_the_decision_are_put_back_by_who_sent_them(run, monkeypatch):
+    """Each has its own packet alone when all of them are deleted."""
+    joined = run.members(deadline=30.0, min_workers=3)
+    everybody(joined, 0)
+    read, waiting = Member._read, threading.Barrier(3, action=lambda: delete())
+
+    def delete():
+        run.anybody.delete(physical(run, "packets/00000001"))
+
+    def decided_unread(member, step, packets, size=None):
+        packets = list(packets)
+        if step == 1 and size is None and member not in seen:  # it fetches, and was told by others
+            seen.append(member)
+            member._packets = {x: y for x, y in member._packets.items() if x.member == member.me}
+            member._steps._said[1] = {member.slot: member._steps._said[1][member.slot]}
+            waiting.wait(timeout=20)
+        return read(member, step, packets, size)
+
+    seen: list[Member] = []
+    monkeypatch.setattr(Member, "_read", decided_unread)
+    results = everybody(joined, 1)
+    assert len(seen) == 3 and all(len(x.packets) == 3 for x in results)
+    assert len({x.head(1) for x in joined}) == 1 and not any(x.lost(1) for x in joined)
+
+
+def test_who_cannot_read_what_most_have_applies_nothing_else(run):
+    said = []
+    paris, rome, oslo = joined = run.members(deadline=0.2, tell=said.append)
+    everybody(joined, 0)
+    refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
+    name, data = signed_manifest(run, "oslo", 1, refs, paris.head(0))
+    run.anybody.put(name, data)
+    for member in paris, rome:
+        assert len(member.receive(1).packets) == 3
+    gone = paris.store._name(paris._steps.key(1, refs[0]))
+    hidden = run.anybody.get(gone)
+    run.anybody.delete([gone])
+    together([functools.partial(exchange, x, 2) for x in (paris, rome)])
+    result = oslo.receive(1)
+    assert (
+        oslo.astray
+        and result.swept
+        and said[-1].endswith("Most members have it, and this worker goes back to a snapshot.")
+    )
+    run.anybody.put(gone, hidden)
+    oslo.astray = None
+    assert len(oslo.receive(1).packets) == 3 and oslo.head(1) == paris.head(1)
 
 
 def test_a_member_that_writes_each_snapshot_first_ends_only_its_own_turns(tmp_path):

@@ -291,7 +291,7 @@ class Member:
         while self._ahead and self._ahead[0].startswith(records.step_key("packets", step)):
             now, self._ahead = self._ahead[: self._most_ahead], self._ahead[self._most_ahead :]
             self._prefetched |= self._read_all(now)
-        return self._fetch(manifest, self._steps.lost_later(manifest, self._peek))
+        return self._fetch(manifest, is_past=True)
 
     def read_ahead(self, first: int, steps: int) -> None:
         """Reads the manifests of the next steps at once, and lets `receive` read packets ahead.
@@ -585,30 +585,39 @@ class Member:
         ahead = self._prefetched.pop(key, None)
         return self.store.get(key) if ahead is None else ahead
 
-    def _fetch(self, manifest: Manifest, lost: Collection[int] = ()) -> ExchangeResult:
-        """Reads all packets that count; a worker may miss one only if it was swept."""
+    def _fetch(self, manifest: Manifest, is_past: bool = False) -> ExchangeResult:
+        """Reads all packets that count; a worker may miss one only if it was swept.
+
+        For members only, one that most who counted could not read counts for nobody. A worker that
+        cannot read one that most have goes back to a snapshot, and applies nothing else.
+        """
         step = manifest.step
         if self.astray:
             return ExchangeResult(manifest, {}, True, ())
 
         def attempt(is_last: bool = False) -> ExchangeResult | None:
-            nonlocal lost
             self._read(step, manifest.packets)
             packets = {x.slot: self._packets[x] for x in manifest.packets if x in self._packets}
-            counted = {packet.slot: packet for packet in manifest.packets}
-            swept = len(packets) < len(counted)
-            if swept and is_last:
-                lost = counted.keys() - packets.keys()
+            counted, lost = {packet.slot: packet for packet in manifest.packets}, None
+            missing = counted.keys() - packets.keys()
+            if missing or is_past:
+                lost = self._steps.lost_later(manifest, self._peek)
+            if missing:  # perhaps with this worker's own one, for which others wait like this
+                self._send_again(step)
+            if lost is None and is_last:  # nobody has said anything yet
+                lost = missing
             if lost:
                 self._lost[step] = tuple(sorted(lost))
                 self._hashes[step] = records.head(manifest, lost)
                 counted = {slot: x for slot, x in counted.items() if slot not in lost}
                 packets = {slot: data for slot, data in packets.items() if slot not in lost}
-                swept = len(packets) < len(counted)
+            swept = len(packets) < len(counted)
             if swept:  # which happens only after two later snapshots
                 newest = snapshots.attested_steps(self.store, number=snapshots.NUM_KEPT)
                 if sum(later > step for later in newest) < snapshots.NUM_KEPT:
-                    return None
+                    if not is_last:
+                        return None
+                    self.astray = f"most members have what it lacks of {self.unit} {step}"
             for packet in manifest.packets:
                 data = packets.get(packet.slot)
                 if data is not None and not self._fits(step, packet, data, self._packet_bytes):
@@ -628,7 +637,8 @@ class Member:
         except SwarmError as error:
             if not self._steps.goes_on_without or (result := attempt(is_last=True)) is None:
                 raise
-            self.tell(f"{error} If most members have it, this worker goes back to a snapshot.")
+            known = "Most members have it, and" if self.astray else "If most members have it,"
+            self.tell(f"{error} {known} this worker goes back to a snapshot.")
             return result
 
     def _retry(self, what: Callable[[], str], attempt: Callable[[], T | None]) -> T:

@@ -63,7 +63,7 @@ class ListedSteps:
 
     def lost_later(
         self, manifest: Manifest, read: Callable[[str], bytes | None]
-    ) -> tuple[int, ...]:
+    ) -> tuple[int, ...] | None:
         return ()
 
     def replace(self, step: int, manifest: Manifest) -> None:
@@ -224,8 +224,8 @@ class SignedSteps:
 
     def lost_later(
         self, manifest: Manifest, read: Callable[[str], bytes | None]
-    ) -> tuple[int, ...]:
-        """Returns the slots that nobody applied in a step, if most who counted have signed that."""
+    ) -> tuple[int, ...] | None:
+        """Returns the slots that nobody applied in a step, or None until most have signed that."""
         later = manifest.step + 1
         with contextlib.suppress(Damaged):
             following = records.decode(Manifest, read(records.step_key("manifests", later)))
@@ -234,7 +234,7 @@ class SignedSteps:
             signed = {x.slot for x in said} & {x.slot for x in manifest.packets}
             if 2 * len(signed) > len(manifest.packets):
                 return following.lost
-        return ()
+        return None
 
     def replace(self, step: int, manifest: Manifest) -> None:
         """Writes a manifest in place of one that this member's side does not believe."""
