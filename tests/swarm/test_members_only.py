@@ -6,6 +6,7 @@ import stat
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from demo_optax._src.swarm import roster, seals, snapshots, steps
 from demo_optax._src.swarm.records import SwarmError
-from demo_optax.swarm import Member, ObjectStore
+from demo_optax.swarm import Left, Member, ObjectStore
 from tests import swarms
 from tests.members import (
     NAMES,
@@ -206,8 +207,16 @@ def test_workers_train_with_equal_parameters_and_one_joins_from_an_attested_snap
         worker.close()
 
 
-def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path):
-    names, steps = [f"m{n}" for n in range(16)], 8
+def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path, monkeypatch):
+    """Once all have sent, so that it does not count how often a busy machine lets them look."""
+    names, send, all_sent = [f"m{n}" for n in range(16)], Member.send, threading.Barrier(16)
+
+    def together_with_all(*args):
+        sent = send(*args)
+        all_sent.wait(timeout=60)
+        return sent
+
+    monkeypatch.setattr(Member, "send", together_with_all)
     (tmp_path / "closed").mkdir()
     closed = Run(tmp_path / "closed", names)
     settings = dict(slots=16, deadline=60.0, min_workers=16)
@@ -217,7 +226,7 @@ def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path):
     closed_members = [closed.member(name, inner=counting_closed, **settings) for name in names]
     runs = (open_members, counting.counts), (closed_members, counting_closed.counts)
     found = [], []
-    for step in range(steps):  # in turn, since a busy machine adds looks
+    for step in range(8):
         for (joined, counts), each in zip(runs, found, strict=True):
             counts.clear()
             everybody(joined, step)
@@ -230,7 +239,31 @@ def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path):
     assert usual(members_only, "names") == 0 < usual(open_run, "names")
     assert usual(members_only, "put") <= usual(open_run, "put") + 0.01
     asked = [usual(each, "get", "put", "names") for each in found]
-    assert asked[1] <= asked[0] + 1
+    assert asked[1] <= asked[0]
+
+
+def test_a_look_of_a_member_that_waits_asks_the_store_as_often_as_in_an_open_run(run, tmp_path):
+    for is_open in True, False:
+        counting = Counting(ObjectStore(str(tmp_path / "open")) if is_open else run.anybody)
+        settings = dict(slots=8, deadline=30.0, min_workers=2)
+        others = [
+            Member(counting, name, **settings)
+            if is_open
+            else run.member(name, inner=counting, **settings)
+            for name in ("paris", "rome")
+        ]
+        everybody(others, 0)
+        waiting, looks = others[0], []
+        read = waiting.manifest
+        waiting.manifest = lambda step, read=read, looks=looks: looks.append(step) or read(step)
+        waiting.send(1, b"paris in 1")
+        counting.counts.clear()
+        with ThreadPoolExecutor(1) as thread:
+            left = thread.submit(waiting._agree, 1, waiting.manifest(0).members, 10, 1e9)
+            time.sleep(1.0)
+            waiting.leave()
+            assert isinstance(left.exception(timeout=20), Left)
+        assert sum(counting.counts.values()) == 2 * looks.count(1) > 2
 
 
 def test_a_new_member_takes_part_once_its_roster_holds(run, monkeypatch):

@@ -418,7 +418,9 @@ class Member:
             return self._goes_astray(step, {manifest.previous: slots})
         if step - 1 in self._manifests and manifest.lost != self.lost(step - 1):
             return False
-        if not self._leaves_out_most(step, slots):
+        for slot in self._left_out(step, slots):
+            self._left |= self._steps.glance(step, self.head(step - 1), [slot]).left
+        if not self._left_out(step, slots):
             return True
         waits, now = PATIENT_DEADLINES * self.deadline, time.monotonic()
         if now - self._since.setdefault(step - 1, now) < waits:
@@ -426,16 +428,14 @@ class Member:
         self._cut = step
         return True
 
-    def _leaves_out_most(self, step: int, slots: Set[int]) -> bool:
-        """Tells whether half of those who counted lately, and have not left, are missing.
+    def _left_out(self, step: int, slots: Set[int]) -> set[int]:
+        """Returns who is missing of those who counted lately and have not left, if most are.
 
         These are the last ten steps, so that nobody is left out half by half.
         """
         counted = self._steps.counted_in(range(max(step - CUT_STEPS, self._cut), step))
-        for slot in counted - slots if 2 * len(counted & slots) <= len(counted) else ():
-            self._left |= self._steps.glance(step, self.head(step - 1), [slot]).left
         counted -= {slot for slot, _ in self._left} - slots
-        return 2 * len(counted & slots) <= len(counted) > 0
+        return counted - slots if 2 * len(counted & slots) <= len(counted) else set()
 
     def _goes_astray(self, step: int, sides: Mapping[str, Set[int]]) -> bool:
         """Tells whether more members follow another head than this worker's own.
@@ -499,7 +499,8 @@ class Member:
             waits_for = {slot for slot, _ in missing}
             now = time.monotonic()
             waited, deadline = looked - started, self.deadline
-            if missing and self._leaves_out_most(step, {slot for slot, _ in arrived}):
+            self._left |= folder.left
+            if missing and self._left_out(step, {slot for slot, _ in arrived}):
                 deadline *= PATIENT_DEADLINES
             may_decide = self._steps.may_decide(step) and not self.is_unheard
             is_enough = may_decide and len(arrived) >= self.min_workers
