@@ -1,17 +1,16 @@
 """Somebody attacks a run for members only: with the whole store and no key, then with a key."""
 
-import functools
 import pathlib
 import subprocess
 import sys
-import threading
 import time
 from importlib.util import find_spec
 
 import pytest
 
 from benchmarks.chaos.stores import AZURITE
-from tests import members, swarms
+from demo_optax._src.swarm.round_clock import RoundClock
+from tests import members
 
 ROOT = pathlib.Path(__file__).parents[2]
 NEEDS_MOTO = pytest.mark.skipif(not find_spec("moto"), reason="make chaos installs moto")
@@ -35,17 +34,15 @@ def test_nothing_of_an_attackers_is_adopted_and_members_have_equal_parameters(st
     assert int(ended.stdout.rpartition(" tries of ")[0].split()[-1]) >= 300
 
 
-def test_a_member_that_ends_rounds_at_once_ends_none_before_half_of_a_median_one(tmp_path):
+def test_no_member_ends_the_round_of_another_before_half_of_its_seconds(tmp_path):
     paris, oslo = members.Run(tmp_path).members("paris", "oslo")
-    for step in range(4):
-        time.sleep(0.6)
-        rounds = [functools.partial(x.exchange, step, b"12345", 2) for x in (paris, oslo)]
-        swarms.together(rounds)
-    began = time.monotonic()
-    lies = threading.Thread(target=oslo.exchange, args=(4, b"12345", 2, 1, True))
-    lies.start()
-    while not paris.others_ended(4):
+    clock, seconds = RoundClock(paris, 100, 40.0), 40.0
+    assert clock.look(0, 1) == "open"
+    oslo._steps.say(0, oslo.me, "ends")
+    while not (clock._seen and clock._seen[2]):
         time.sleep(0.01)
-    assert 0.25 < time.monotonic() - began < 5
-    paris.exchange(4, b"12345", 2)
-    lies.join()
+    clock._began = time.monotonic() - 0.4 * seconds
+    assert clock.look(0, 1) == "open"
+    clock._began = time.monotonic() - 0.5 * seconds
+    assert clock.look(0, 1) == "over"
+    clock.close()

@@ -301,7 +301,8 @@ def test_snapshots_are_compared_whatever_else_stands_in_the_store(store, monkeyp
     turns.take(8, leaves, 1, manifest)
     time.sleep(0.1)  # in which it looks for it
     snapshots.write(store, 8, leaves)
-    assert turns._compared.result(timeout=10) == (8, 0.0, None)
+    index, *compared = turns._compared.result(timeout=10)
+    assert (index.step, *compared) == (8, 0.0, None)
     turns.close()
 
 
@@ -318,7 +319,8 @@ def test_nothing_hides_a_difference_from_a_snapshot(store, wrong, factor, drift)
     turns = SnapshotTurns(Member(store, "paris", tell=said.append), step)
     manifest = records.Manifest(0, (records.PacketRef(7, 1, "0" * 64),), "", 0.0)
     turns.take(step, [*own.values(), residual], 1, manifest)
-    assert turns._compared.result(timeout=10) == (step, pytest.approx(drift), None)
+    index, *compared = turns._compared.result(timeout=10)
+    assert (index.step, *compared) == (step, pytest.approx(drift), None)
     assert f"differs from this worker's parameters or state by {drift:.2g} of" in said[0]
     turns.close()
 

@@ -42,6 +42,7 @@ def test_a_key_is_for_its_owner_alone_and_is_never_written_over_or_printed(tmp_p
 
 
 @hypothesis.given(st.lists(st.binary(max_size=9) | st.text(max_size=9) | st.integers()), st.data())
+@hypothesis.settings(deadline=None)
 def test_no_two_lists_of_fields_have_the_same_frame(fields, data):
     texts = [x if isinstance(x, bytes) else str(x).encode() for x in fields]
     joined = b"".join(texts)
@@ -264,6 +265,31 @@ def test_a_look_of_a_member_that_waits_asks_the_store_as_often_as_in_an_open_run
             waiting.leave()
             assert isinstance(left.exception(timeout=20), Left)
         assert sum(counting.counts.values()) == 2 * looks.count(1) > 2
+
+
+def test_objects_of_earlier_rosters_are_deleted_too(run):
+    keys = [f"packets/{step:08d}/000.packet" for step in range(20)]
+    for half, name in (keys[:10], "oslo"), (keys[10:], "rome"):
+        store = run.store("paris")
+        for key in half:
+            store.put(key, b"x")
+        run.change(without=[name])
+    assert len(physical(run, "packets")) == 20
+    run.store("paris").delete(["packets/00000099/000.packet", *keys[1:]])
+    assert len(physical(run, "packets")) == 1
+
+
+def test_nobody_waits_for_who_was_taken_out(run, monkeypatch):
+    monkeypatch.setattr(steps, "ROSTER_SECONDS", 0.0)
+    paris, rome, oslo = run.members(deadline=60.0)
+    everybody([paris, rome, oslo], 0)
+    run.change(without=["rome"])
+    rome.send(1, b"rome  in 1")
+    everybody([paris, oslo], 1)
+    started = time.monotonic()
+    results = everybody([paris, oslo], 2)
+    assert rome.me in paris.manifest(1).members and not any(x.late for x in results)
+    assert time.monotonic() - started < 50
 
 
 def test_a_new_member_takes_part_once_its_roster_holds(run, monkeypatch):

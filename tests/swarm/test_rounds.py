@@ -371,7 +371,7 @@ class Watched(Member):
     def __init__(self):
         pass
 
-    decided, ended, looks = False, False, 0
+    decided, ended, looks, shortest_round = False, False, 0, 0.0
 
     def manifest(self, step):
         self.looks += 1

@@ -6,6 +6,7 @@ count. A worker proposes one as soon as it has all packets it waits for, or has 
 
 import collections
 import contextlib
+import functools
 import statistics
 import threading
 import time
@@ -41,7 +42,6 @@ PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has
 AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
 # In a run for members only:
 PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
-CUT_STEPS = 10  # whose members a step may not go on without
 
 T = TypeVar("T")
 
@@ -137,10 +137,11 @@ class Member:
         self._lost: dict[int, tuple[int, ...]] = {}  # slots that nobody applied, by step
         self._cut = 0  # the last step that went on without most
         self._replaced = -1  # the last step in which others had another one before
+        self.repeat: Callable[[], object] = lambda: None  # what others may have lost meanwhile
         self._left: set[MemberId] = set()  # members that said that they leave
         self._vain: dict[int, int] = {}  # the last step in which a slot announced itself in vain
         self._packets: dict[PacketRef, bytes] = {}  # of the current step
-        self._sent: dict[int, tuple[PacketRef, bytes, str]] = {}  # its own last two, and the heads
+        self._sent: dict[int, tuple] = {}  # its own last two: what `send` of the steps takes
         self._prefetched: dict[str, bytes] = {}
         self._ahead: list[str] = []  # packets to read next, in order,
         self._most_ahead = slots  # and how many of them at once
@@ -163,6 +164,19 @@ class Member:
         return max(share * statistics.median(self._durations), SHORTEST_DEADLINE)
 
     @property
+    def _object_store(self) -> Store:
+        return getattr(self.store, "inner", self.store)
+
+    @property
+    def _patience(self) -> float:
+        return getattr(self.store, "patience", PATIENCE)
+
+    @property
+    def _patient_wait(self) -> float:
+        """Seconds before a step goes on without most: they may lack a packet for as long."""
+        return max(PATIENT_DEADLINES * self.deadline, self._patience + self.deadline)
+
+    @property
     def _longest_pause(self) -> float:
         return max(POLL_SECONDS, POLL_SHARE * statistics.median(self._durations or [0.0]))
 
@@ -181,8 +195,7 @@ class Member:
 
         What is a little larger comes from a worker with other settings, and counts for nobody.
         """
-        store = getattr(self.store, "inner", self.store)
-        if isinstance(store, ObjectStore):
+        if isinstance(store := self._object_store, ObjectStore):
             store.packet_bytes = max(PART, 2 * packet_bytes)
         self._packet_bytes = packet_bytes
         self._most_ahead = min(self.slots, AHEAD_BYTES // packet_bytes)
@@ -210,7 +223,8 @@ class Member:
         if self.may_send(step):
             own = self.send(step, packet, steps, tokens)
         previous = self.manifest(step - 1)
-        expected = previous.members if previous else frozenset()
+        counted = previous.members if previous else frozenset()
+        expected = {x for x in counted if self._steps.has(step, x[0])}
         manifest = self._agree(step, expected, len(packet), started)
         result = self._fetch(manifest)
         now = time.monotonic()
@@ -231,12 +245,12 @@ class Member:
         checks.static_integer("steps", steps, at_least=0)
         checks.in_interval("tokens", tokens, "[0, inf)")
         own = PacketRef(*self.me, records.sha256(packet), int(steps), records.tokens_of(tokens))
-        head = self.head(step - 1)
+        sent = own, packet, self.head(step - 1), self.lost(step - 1)
         with self._transferring:
-            own = self._steps.send(step, own, packet, head)
+            own = self._steps.send(step, *sent)
         self._packets = {own: packet}
-        before = {n: sent for n, sent in self._sent.items() if n == step - 1}
-        self._sent, self.last_sent = {**before, step: (own, packet, head)}, step
+        before = {n: earlier for n, earlier in self._sent.items() if n == step - 1}
+        self._sent, self.last_sent = before | {step: sent}, step
         return own
 
     def _send_again(self, step: int) -> None:
@@ -245,12 +259,12 @@ class Member:
         Who is missing in a step may still wait for the packet of the step before.
         """
         for number in sorted(self._sent.keys() & {step - 1, step}):
-            own, packet, head = self._sent[number]
+            own, packet, *_ = self._sent[number]
             there = self.store.get(self._steps.key(number, own))
             if there is None or self._steps.payload(there) != packet:
                 self.tell(f"{self.unit} {number}: this worker's packet is gone, and is sent again")
                 with self._transferring:
-                    self._steps.send(number, own, packet, head)
+                    self._steps.send(number, *self._sent[number])
 
     def may_send(self, step: int) -> bool:
         """Tells whether an earlier process of this worker has left no packet in a step.
@@ -277,11 +291,12 @@ class Member:
 
     def others_ended(self, step: int) -> bool:
         """Tells whether others have ended a round of local steps."""
-        if self._last_time is not None and self._durations:
-            shortest = self._steps.shortest_round * statistics.median(self._durations)
-            if time.monotonic() - self._last_time < shortest:
-                return False
         return self._steps.has_ended(step, self.me)
+
+    @property
+    def shortest_round(self) -> float:
+        """The share of a round's seconds after which others may end it for this worker."""
+        return self._steps.shortest_round
 
     def receive(self, step: int) -> ExchangeResult:
         """Returns what the others exchanged in a step that is decided."""
@@ -334,6 +349,8 @@ class Member:
     def leave(self, step: int | None = None) -> None:
         """Ends a wait; given the next step's number, it also tells the others not to wait."""
         self._leaving.set()
+        if isinstance(store := self._object_store, ObjectStore):
+            store.is_leaving = True
         if step is not None:
             # It may be catching up; the list is a copy, since the exchange's thread adds to it.
             step = max([step, *(decided + 1 for decided in list(self._manifests))])
@@ -365,15 +382,17 @@ class Member:
         """Returns the slots whose packets of a step this worker did not apply."""
         return self._lost.get(step, ())
 
-    def go_on_from(self, index: SnapshotIndex, sha256: str) -> None:
+    def go_on_from(self, index: SnapshotIndex) -> None:
         """Goes on from a snapshot; the first step of a run follows the hash of its index.
 
         In an open run nobody asks what a snapshot follows.
         """
         with self._lock:
-            self._manifests, self._lost, self.astray, self.turns = {}, {}, None, {}
+            self._manifests, self.astray, self.turns = {}, None, {}
+            self._prefetched, self._ahead = {}, []
+            self._lost = {index.step - 1: index.lost} if index.lost else {}
             self._since = {index.step - 1: time.monotonic()}
-            self._hashes = self._steps.begin(index, sha256)
+            self._hashes = self._steps.begin(index)
 
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:
@@ -420,20 +439,29 @@ class Member:
             return False
         for slot in self._left_out(step, slots):
             self._left |= self._steps.glance(step, self.head(step - 1), [slot]).left
-        if not self._left_out(step, slots):
+        if not self._left_out(step, slots) and all(
+            map(functools.partial(self._is_there, step), manifest.packets)
+        ):
             return True
-        waits, now = PATIENT_DEADLINES * self.deadline, time.monotonic()
-        if now - self._since.setdefault(step - 1, now) < waits:
+        now = time.monotonic()
+        if now - self._since.setdefault(step - 1, now) < self._patient_wait:
             return False
         self._cut = step
         return True
 
-    def _left_out(self, step: int, slots: Set[int]) -> set[int]:
-        """Returns who is missing of those who counted lately and have not left, if most are.
+    def _is_there(self, step: int, packet: PacketRef) -> bool:
+        """Tells whether a packet can be read, if those of its sender could not be read lately."""
+        if packet in self._packets or not self._is_in_vain(step, packet.slot):
+            return True
+        data = self.store.get(self._steps.key(step, packet)) or b""
+        return records.sha256(self._steps.payload(data)) == packet.sha256
 
-        These are the last ten steps, so that nobody is left out half by half.
+    def _left_out(self, step: int, slots: Set[int]) -> set[int]:
+        """Returns who is missing of those who counted and have not left, if most are.
+
+        These are all since the last attested snapshot, so that they are not left out by halves.
         """
-        counted = self._steps.counted_in(range(max(step - CUT_STEPS, self._cut), step))
+        counted = self._steps.counted_since(self._cut, step)
         counted -= {slot for slot, _ in self._left} - slots
         return counted - slots if 2 * len(counted & slots) <= len(counted) else set()
 
@@ -501,13 +529,17 @@ class Member:
             waited, deadline = looked - started, self.deadline
             self._left |= folder.left
             if missing and self._left_out(step, {slot for slot, _ in arrived}):
-                deadline *= PATIENT_DEADLINES
+                deadline = self._patient_wait
             may_decide = self._steps.may_decide(step) and not self.is_unheard
             is_enough = may_decide and len(arrived) >= self.min_workers
             if is_enough and (not missing or waited >= deadline):
                 self._cut = step if deadline > self.deadline else self._cut
                 self._vain |= {slot: step for slot, _ in set(missing) & here - expected}
-                return self._propose(step, packets)
+                if (decided := self._propose(step, packets)) is not None:
+                    return decided
+                if waited > self._patient_wait + deadline:
+                    self.astray = f"most have gone on from {self.unit} {step}"
+                    self.tell(f"{self.astray} by a manifest that does not stand here: goes back")
             if now - logged > LOG_EVERY_SECONDS:
                 logged = now
                 names = ", ".join(map(self.name_of, missing))
@@ -522,21 +554,40 @@ class Member:
                     )
                 self.tell(f"{self.unit} {step}: {what}")
                 self._send_again(step)
+                self.repeat()
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
     def _is_in_vain(self, step: int, slot: int) -> bool:
         """Tells whether a member has announced itself lately, and then sent nothing."""
         return step - self._vain.get(slot, step) in range(1, self._steps.vain_steps)
 
-    def _propose(self, step: int, packets: list[PacketRef]) -> Manifest:
+    def _propose(self, step: int, packets: list[PacketRef]) -> Manifest | None:
+        """Decides a step, unless a manifest is there from which as many members have gone on."""
         lost, key = self.lost(step - 1), records.step_key("manifests", step)
         now, head, named = time.time(), self.head(step - 1), self._steps.roster
         proposed = Manifest(step, tuple(sorted(packets)), head, now, named, lost)
         if self.store.create(key, records.encode(proposed)):
             return self._keep(step, proposed)
-        if self.manifest(step) is None and self._steps.may_decide(step):  # members do not take it
+        if not self._steps.goes_on_without:
+            return self._decided(step)
+        if (decided := self.manifest(step)) is None and self._may_replace(step, proposed):
             self._steps.replace(step, proposed)
-        return self._decided(step)
+            return self.manifest(step)
+        return decided
+
+    def _may_replace(self, step: int, proposed: Manifest) -> bool:
+        """Tells whether a manifest that this worker does not take may be written over.
+
+        One of its own side may not if as many have gone on from it, or this worker was not there.
+        """
+        with contextlib.suppress(Damaged):
+            there = records.decode(Manifest, self._get(records.step_key("manifests", step)))
+            if self._steps.follows(there, proposed.previous):
+                last, gone_on = self._manifests.get(step - 1), self._steps.gone_on(step + 1)
+                counted = self._slots_of(last) - set(proposed.lost) if last else set()
+                others = self._slots_of(proposed) - gone_on
+                return self.slot in counted and len(gone_on) < len(others)
+        return True
 
     def _decided(self, step: int) -> Manifest:
         """Returns the manifest of a decided step, which the store may not show at once."""
@@ -602,13 +653,16 @@ class Member:
             counted, lost = {packet.slot: packet for packet in manifest.packets}, None
             missing = counted.keys() - packets.keys()
             if missing or is_past:
-                lost = self._steps.lost_later(manifest, self._peek)
+                lost = self._steps.lost_later(manifest, missing, self._peek)
             if missing:  # perhaps with this worker's own one, for which others wait like this
                 self._send_again(step)
             if lost is None and is_last:  # nobody has said anything yet
                 lost = missing
             if lost:
-                self._lost[step] = tuple(sorted(lost))
+                self._lost[step], self._vain = (
+                    tuple(sorted(lost)),
+                    self._vain | dict.fromkeys(lost, step),
+                )
                 self._hashes[step] = records.head(manifest, lost)
                 counted = {slot: x for slot, x in counted.items() if slot not in lost}
                 packets = {slot: data for slot, data in packets.items() if slot not in lost}
@@ -623,6 +677,7 @@ class Member:
                 data = packets.get(packet.slot)
                 if data is not None and not self._fits(step, packet, data, self._packet_bytes):
                     del packets[packet.slot], counted[packet.slot]
+            self._since[step] = time.monotonic()
             names = [(self.name_of(packet.member), packet.steps) for packet in counted.values()]
             members = tuple(name for name, steps in names if steps)
             skipped = tuple(name for name, steps in names if not steps)
@@ -638,13 +693,17 @@ class Member:
         except SwarmError as error:
             if not self._steps.goes_on_without or (result := attempt(is_last=True)) is None:
                 raise
-            known = "Most members have it, and" if self.astray else "If most members have it,"
-            self.tell(f"{error} {known} this worker goes back to a snapshot.")
+            known = "Most members have it:" if self.astray else "If most members have it,"
+            self.tell(
+                f"{str(error).partition('. ')[0]}. {known} this worker goes back to a snapshot, and "
+                "tries again. You need not start it, but put back what is gone, for instance from "
+                "a version that the bucket keeps."
+            )
             return result
 
     def _retry(self, what: Callable[[], str], attempt: Callable[[], T | None]) -> T:
         started, pause, told = time.monotonic(), 0.01, False
-        patience = getattr(self.store, "patience", PATIENCE)
+        patience = self._patience
         while (result := attempt()) is None:
             self.end_if_leaving()
             waited = time.monotonic() - started

@@ -146,10 +146,13 @@ def sha256(data: bytes) -> str:
 def head(manifest: Manifest, without: Iterable[int] = ()) -> str:
     """Returns the SHA-256 of what a step decided, which the next one names.
 
-    It leaves out when that was written, and has the slots whose packets could not be read.
+    It leaves out when that was written, and has the slots whose packets could not be read. The more
+    these are, the smaller it is, so that of two equal sides the one that lacks more goes on: the
+    other one can do without a packet, but nobody can do with one that is gone.
     """
-    decided = encode(manifest._replace(time=0.0)) + json.dumps(sorted(without)).encode()
-    return sha256(decided)
+    lost = sorted(without)
+    digest = sha256(encode(manifest._replace(time=0.0)) + json.dumps(lost).encode())
+    return f"{max(255 - len(lost), 0):02x}{digest[2:]}"
 
 
 def claim_key(member: MemberId) -> str:

@@ -53,8 +53,9 @@ class RoundClock:
             return "decided"
         if self._seconds is None:
             return "over" if steps >= self._steps else "open"
-        is_late = time.monotonic() - self._began >= self._seconds
-        return "over" if is_late or (seen == number and was_ended) else "open"
+        share = (time.monotonic() - self._began) / self._seconds
+        was_ended &= seen == number and share >= self._member.shortest_round
+        return "over" if share >= 1 or was_ended else "open"
 
     def restart(self) -> None:
         """Begins a round."""

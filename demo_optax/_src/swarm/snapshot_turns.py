@@ -4,14 +4,13 @@ import collections
 import functools
 import math
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from demo_optax._src.swarm import snapshots
-from demo_optax._src.swarm.member import CUT_STEPS, Member
+from demo_optax._src.swarm.member import Member
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, SnapshotIndex
 from demo_optax._src.swarm.snapshots import Leaves
@@ -20,9 +19,10 @@ LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
 SIGNED_DRIFT = 1e-3  # up to which a member signs another's snapshot; measured: below 1e-6
 POLL_SECONDS = 0.25
 HEARD_SECONDS = 2.0  # between two looks for a snapshot that most have signed
+STEPS_TO_JUDGE = 10  # at the least, whose members a step may not leave out
 
-Comparison = tuple[int, float, Leaves | None]
-"""The step of a snapshot, the drift from it, and its arrays if a worker should go on from them."""
+Comparison = tuple[SnapshotIndex, float, Leaves | None]
+"""A snapshot, the drift from it, and its arrays if a worker should go on from them."""
 
 
 class SnapshotTurns:
@@ -36,11 +36,12 @@ class SnapshotTurns:
         self._threads = ThreadPoolExecutor(2, "snapshots")
         self._written: Future[None] | None = None
         self._compared: Future[Comparison | None] | None = None
-        self._awaited = -1  # the step whose snapshot is awaited
+        self._signed: SnapshotIndex | None = None  # the last snapshot that this member signed
         self._last = 0  # the last step that had a turn
         self._attested = 0  # the last step whose snapshot most members have signed
         self._turns: collections.deque[int] = collections.deque([0, 0], 2)  # its own last ones
         self._closing = threading.Event()
+        member.repeat = self._sign_again
 
     def take(self, step: int, shared: Leaves, num_params: int, manifest: Manifest) -> None:
         """Writes a snapshot of the arrays before a step, or compares them with its writer's.
@@ -53,7 +54,6 @@ class SnapshotTurns:
         self.member.turns[step] = self.member.head(step - 1)
         if writer != self.member.me:
             if self._compared is None:
-                self._awaited = step
                 chain, slot = self._chain(step), self._slot_in_index(writer)
                 self._compared = self._threads.submit(
                     self._compare, step, slot, shared, num_params, chain
@@ -62,8 +62,7 @@ class SnapshotTurns:
             self._warn(step, "was not written, since an earlier one is still being written")
         elif not snapshots.is_finite(shared[:num_params]):
             self._warn(step, "was not written, since this worker's parameters are not finite")
-        else:  # its own arrays are newer than those that it still compares
-            self._awaited, self._compared = -1, None
+        else:
             self._written = self._threads.submit(self._write, step, shared, self._chain(step))
 
     def comparison(self) -> Comparison | None:
@@ -74,7 +73,6 @@ class SnapshotTurns:
         return ended.result()
 
     def close(self) -> None:
-        self._awaited = -1
         self._closing.set()
         self._threads.shutdown(wait=True)
 
@@ -94,7 +92,7 @@ class SnapshotTurns:
             if index.head == turns.get(index.step, index.head):  # else it is of another side
                 self._attested = index.step
                 break
-        for step in [x for x in list(known) if x < min(self._attested, before - CUT_STEPS)]:
+        for step in [x for x in list(known) if x < min(self._attested, before - STEPS_TO_JUDGE)]:
             known.pop(step, None)
         for step in [x for x in list(turns) if x < self._attested]:
             turns.pop(step, None)
@@ -105,12 +103,14 @@ class SnapshotTurns:
             store, wait = self.member.store, self.member.wait_for_transfers
             if self._closed:
                 chain["since"] = self._last_attested(step)
-                self._wait_until_heard(step, chain["since"])
             slot = self._slot_in_index(self.member.me)
-            if snapshots.write(store, step, shared, wait, slot, **chain):
+            if index := snapshots.write(store, step, shared, wait, slot, **chain):
+                self._signed = index
                 snapshots.sweep(store, step)
             else:
                 self._warn(step, "was not written, since another one stands in its place")
+            if self._closed:
+                self._wait_until_heard(step, chain["since"])
         except (OSError, Damaged) as error:  # another worker writes the next one
             self._warn(step, f"was not written: {error}")
 
@@ -132,6 +132,7 @@ class SnapshotTurns:
         while not any(x > since for x in snapshots.attested_steps(store, number=1)):
             if self._closing.wait(HEARD_SECONDS):
                 return
+            self._sign_again()
             if self._closed:
                 self._closed.look_for_roster()
         self._turns.extend([0, 0])
@@ -144,17 +145,16 @@ class SnapshotTurns:
         store, own_digest = self.member.store, snapshots.digest(own)
         find = functools.partial(snapshots.read_index, store, step, slot)
         try:
-            while (index := find()) is None and self._awaited == step:
+            while (index := find()) is None:
                 if any(step < later <= self._last for later in snapshots.steps_of(store)):
                     return None  # its writer was gone, or skipped it
-                time.sleep(POLL_SECONDS)
-            if index is None or self._awaited != step:
-                return None
+                if self._closing.wait(POLL_SECONDS):
+                    return None
             may_sign = self._agrees(index, chain)
             if index.digest == own_digest:
                 if may_sign:
-                    snapshots.attest(store, index)
-                return step, 0.0, None
+                    self._sign(index)
+                return index, 0.0, None
             leaves = snapshots.read(store, index, own, before_part=self.member.wait_for_transfers)
         except (OSError, Damaged) as error:
             self._warn(step, f"was not compared: {error}")
@@ -169,19 +169,28 @@ class SnapshotTurns:
         drift = float(np.max(drifts))
         is_own_broken = not math.isfinite(drift) and snapshots.is_finite(leaves)
         if may_sign and drift <= SIGNED_DRIFT and snapshots.has_equal_integers(own, leaves):
-            snapshots.attest(store, index)
+            self._sign(index)
         if drift <= SIGNED_DRIFT or is_own_broken or (drift < LARGEST_DRIFT and not self._closed):
-            return (step, drift, leaves) if self._is_believed(index) else None
+            return (index, drift, leaves) if self._is_believed(index) else None
         differs = f"differs from this worker's parameters or state by {drift:.2g} of their norm"
         if self._closed and self._is_believed(index):
             self._warn(step, f"{differs}, and was taken over, since most members have signed it")
-            return step, drift, leaves
+            return index, drift, leaves
         self._warn(
             step,
             f"{differs}, more than rounding explains, and was not taken over: stop the worker that "
             "is wrong",
         )
-        return step, drift, None
+        return index, drift, None
+
+    def _sign(self, index: SnapshotIndex) -> None:
+        self._signed = index
+        snapshots.attest(self.member.store, index)
+
+    def _sign_again(self) -> None:
+        """Signs the last snapshot once more, since others may wait for what somebody deleted."""
+        if self._signed is not None:
+            snapshots.attest(self.member.store, self._signed)
 
     def _agrees(self, index: SnapshotIndex, chain: dict[str, Any]) -> bool:
         """Tells whether this worker has come to the snapshot on the way that its index says."""
@@ -192,9 +201,8 @@ class SnapshotTurns:
         """Waits until most members have signed a snapshot; none is taken over before."""
         store = self.member.store
         while not snapshots.is_attested(store, index, self.member.counted):
-            if self._awaited != index.step or self._last > index.step:
+            if self._last > index.step or self._closing.wait(POLL_SECONDS):
                 return False
-            time.sleep(POLL_SECONDS)
         return True
 
     def _warn(self, step: int, what: str) -> None:

@@ -54,8 +54,8 @@ def write(
     before_part: Callable[[], object] = lambda: None,
     slot: int | None = None,
     **chain: Any,
-) -> bool:
-    """Writes a snapshot; the first one of a step stands. Returns whether it is this one.
+) -> SnapshotIndex | None:
+    """Writes a snapshot; the first one of a step stands. Returns its index if it is this one.
 
     With members only each slot has one of its own in a step. Its index has the `head`, `since` and
     `roster` that it follows.
@@ -69,9 +69,9 @@ def write(
         store.put(_part_key(file, number), data[start : start + PART])
     key, written = _index_key(step, slot), records.encode(index)
     if not store.create(key, written) and store.get(key) != written:  # the answer may be lost
-        return False
+        return None
     attest(store, index)
-    return True
+    return index
 
 
 def attest(store: Store, index: SnapshotIndex) -> None:

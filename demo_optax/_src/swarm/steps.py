@@ -43,14 +43,17 @@ class ListedSteps:
     def name(self, worker: str) -> str:
         return worker
 
+    def has(self, step: int, slot: int) -> bool:
+        return True
+
     def may_decide(self, step: int) -> bool:
         return True
 
-    def counted_in(self, steps: range) -> set[int]:
+    def counted_since(self, first: int, step: int) -> set[int]:
         return set()
 
-    def begin(self, index: SnapshotIndex, sha256: str) -> dict[int, str]:
-        return {}
+    def begin(self, index: SnapshotIndex) -> dict[int, str]:
+        return {index.step - 1: index.head} if index.head else {}
 
     def keep(self, step: int, manifest: Manifest) -> None:
         pass
@@ -62,9 +65,12 @@ class ListedSteps:
         return True
 
     def lost_later(
-        self, manifest: Manifest, read: Callable[[str], bytes | None]
+        self, manifest: Manifest, missing: Collection[int], read: Callable[[str], bytes | None]
     ) -> tuple[int, ...] | None:
         return ()
+
+    def gone_on(self, step: int) -> set[int]:
+        return set()
 
     def replace(self, step: int, manifest: Manifest) -> None:
         pass
@@ -93,7 +99,9 @@ class ListedSteps:
     def say(self, step: int, member: MemberId, mark: str) -> None:
         self._store.put(records.mark_key(step, member, mark), b"")
 
-    def send(self, step: int, packet: PacketRef, data: bytes, head: str) -> PacketRef:
+    def send(
+        self, step: int, packet: PacketRef, data: bytes, head: str, lost: tuple[int, ...]
+    ) -> PacketRef:
         self._store.put(self.key(step, packet), data)
         return packet
 
@@ -107,6 +115,7 @@ class Said(NamedTuple):
     head: str  # "" with a mark, which belongs to no chain
     packet: PacketRef  # of its words or its packet
     payload: bytes
+    lost: tuple[int, ...] = ()  # slots whose packets of the step before it did not apply
 
     @property
     def mark(self) -> str | None:
@@ -123,7 +132,7 @@ class SignedSteps:
     Attributes:
       counted: whose packets counted, by step, for snapshots to come.
       vain_steps: steps in which nobody waits again for a member that announced itself in vain.
-      shortest_round: the share of a median round after which a member may end it for all.
+      shortest_round: the share of a round's seconds after which a member may end it for all.
       goes_on_without: whether a packet counts for nobody if most could not read it.
     """
 
@@ -150,12 +159,16 @@ class SignedSteps:
     def look(
         self, step: int, head: str, folder: StepFolder, waits_for: Collection[int], thorough: bool
     ) -> StepFolder:
-        """Looks at the others, once the one that was waited for has come."""
+        """Looks at the others, once the one that was waited for has come.
+
+        Who follows another head may come back to this one.
+        """
         open_ones = self._open(step, waits_for)
         if self._asked not in open_ones:
             self.read_all(step, open_ones)
         if thorough or not self._open(step, waits_for):
-            self.read_all(step, self._open(step, self._store.members(step)))
+            elsewhere = set().union(*(x for y, x in self.sides(step).items() if y != head))
+            self.read_all(step, [*self._open(step, self._store.members(step)), *elsewhere])
         return self.folder(step, head)
 
     def name(self, worker: str) -> str:
@@ -179,19 +192,24 @@ class SignedSteps:
             self._looked_for_roster = time.monotonic()
         return self._store.roster.name
 
+    def has(self, step: int, slot: int) -> bool:
+        """Tells whether somebody may take part in a step, whom the owner may have taken out."""
+        return slot in self._store.members(step)
+
     def may_decide(self, step: int) -> bool:
         """Tells whether this worker is a member in a step, and nothing is missing."""
-        return self._store.slot in self._store.members(step) and not self.missing
+        return self.has(step, self._store.slot) and not self.missing
 
-    def counted_in(self, steps: range) -> set[int]:
-        """Returns the slots that counted in some steps, and are members in the next one."""
-        slots = {slot for n in steps for slot, _ in self.counted.get(n, ())}
-        return slots & self._store.members(steps.stop).keys()
+    def counted_since(self, first: int, step: int) -> set[int]:
+        """Returns the slots that counted since the last attested snapshot, and are members yet."""
+        counted = [x for n, x in list(self.counted.items()) if first <= n < step]
+        return {slot for slot, _ in set().union(*counted)} & self._store.members(step).keys()
 
-    def begin(self, index: SnapshotIndex, sha256: str) -> dict[int, str]:
+    def begin(self, index: SnapshotIndex) -> dict[int, str]:
         """Goes on from a snapshot, and returns the head of its step, by the step."""
         self._store.begin(index.step, index.roster)
-        return {index.step - 1: index.head if index.step else sha256}
+        first = records.sha256(records.encode(index))
+        return {index.step - 1: index.head if index.step else first}
 
     def keep(self, step: int, manifest: Manifest) -> None:
         """Lets a manifest stand."""
@@ -223,18 +241,38 @@ class SignedSteps:
         return manifest.previous == head
 
     def lost_later(
-        self, manifest: Manifest, read: Callable[[str], bytes | None]
+        self, manifest: Manifest, missing: Collection[int], read: Callable[[str], bytes | None]
     ) -> tuple[int, ...] | None:
-        """Returns the slots that nobody applied in a step, or None until most have signed that."""
-        later = manifest.step + 1
-        with contextlib.suppress(Damaged):
+        """Returns the slots that nobody applied in a step, or None while this is not known.
+
+        Those who counted sign it in the next step. Their larger side decides, against those who
+        have not signed yet and may lack what is ``missing`` here.
+        """
+        later, slots = manifest.step + 1, {x.slot for x in manifest.packets}
+        sides: dict[tuple[int, ...], set[int]] = {}
+        try:
             following = records.decode(Manifest, read(records.step_key("manifests", later)))
             head = records.head(manifest, following.lost)
-            said = [x for x in following.packets if self._store.is_signed(later, x, head)]
-            signed = {x.slot for x in said} & {x.slot for x in manifest.packets}
-            if 2 * len(signed) > len(manifest.packets):
-                return following.lost
-        return None
+            signed = {x.slot for x in following.packets if self._store.is_signed(later, x, head)}
+            sides[following.lost] = signed & slots
+        except Damaged:  # not decided yet
+            self.read_all(later, sorted(slots & self._store.members(later).keys()))
+            for slot, x in self._said.get(later, {}).items():
+                if slot in slots and x.mark is None and x.head == records.head(manifest, x.lost):
+                    sides.setdefault(x.lost, set()).add(slot)
+
+        def rank(lost: Collection[int], members: int) -> tuple[int, str]:
+            return -members, records.head(manifest, lost)
+
+        others = len(slots.difference(*sides.values()))
+        best = min(sides, key=lambda lost: rank(lost, len(sides[lost])), default=())
+        is_known = sides and rank(best, len(sides[best])) <= rank(missing, others)
+        return best if is_known else None
+
+    def gone_on(self, step: int) -> set[int]:
+        """Returns the slots of the members that have sent a packet in a later step."""
+        self.read_all(step, list(self._store.members(step)))
+        return {slot for slot, x in self._said.get(step, {}).items() if x.mark is None}
 
     def replace(self, step: int, manifest: Manifest) -> None:
         """Writes a manifest in place of one that this member's side does not believe."""
@@ -277,7 +315,7 @@ class SignedSteps:
     def say(self, step: int, member: MemberId, mark: str) -> None:
         packet = PacketRef(*member, records.sha256(mark.encode()), 0, 0)
         key = _key(step, member[0] if mark != "ends" else None)
-        data = self._signed(step, packet, mark.encode(), "")
+        data = self._signed(step, packet, mark.encode())
         if mark == "ends":
             self._store.put(key, data)
         elif not self._store.create(key, data):
@@ -285,19 +323,29 @@ class SignedSteps:
             if said is None or said.mark not in (None, mark):  # never in place of a packet
                 self._store.put(key, data)
 
-    def send(self, step: int, packet: PacketRef, data: bytes, head: str) -> PacketRef:
+    def send(
+        self, step: int, packet: PacketRef, data: bytes, head: str, lost: tuple[int, ...]
+    ) -> PacketRef:
         signed = self._store.sign(step, packet, head)
-        self._store.put(self.key(step, packet), self._signed(step, packet, data, head))
-        self._keep(step, packet.slot, Said(head, signed, data))
+        self._store.put(self.key(step, packet), self._signed(step, packet, data, head, lost))
+        self._keep(step, packet.slot, Said(head, signed, data, lost))
         return signed
 
     def has_ended(self, step: int, me: MemberId) -> bool:
         said = self._read(step, None)
         return said is not None and said.mark == "ends" and said.packet.member != me
 
-    def _signed(self, step: int, packet: PacketRef, payload: bytes, head: str) -> bytes:
+    def _signed(
+        self,
+        step: int,
+        packet: PacketRef,
+        payload: bytes,
+        head: str = "",
+        lost: tuple[int, ...] = (),
+    ) -> bytes:
         packet = self._store.sign(step, packet, head, MARKS.get(payload, "packet"))
-        return records.encode(Manifest(step, (packet,), head, 0.0)) + b"\n" + payload
+        spoken = Manifest(step, (packet,), head, 0.0, lost=lost)
+        return records.encode(spoken) + b"\n" + payload
 
     def _open(self, step: int, slots: Iterable[int]) -> list[int]:
         said, members = self._said.get(step, {}), self._store.members(step)
@@ -322,7 +370,7 @@ class SignedSteps:
             is_valid = is_own and is_whole and (kind == "packet") == bool(spoken.previous)
             is_valid = is_valid and (kind == "ends") == (slot is None)
             if is_valid and self._store.is_signed(step, packet, spoken.previous, kind):
-                return Said(spoken.previous, packet, payload)
+                return Said(spoken.previous, packet, payload, spoken.lost)
         return None
 
 

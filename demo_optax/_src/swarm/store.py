@@ -6,6 +6,7 @@ Objects are written once and never change, so readers may keep them.
 import contextlib
 import functools
 import logging
+import math
 import os
 import pathlib
 import re
@@ -34,6 +35,7 @@ NO_RETRIES = {"retry_config": {"max_retries": 0}}  # of obstore: this module ret
 EXISTING = exceptions.AlreadyExistsError, exceptions.PreconditionError
 MISSING = exceptions.NotFoundError, FileNotFoundError, exceptions.PreconditionError
 # obstore ends each request after 30 seconds, so that large objects need several.
+LEAVING = 5.0  # seconds for which a worker that leaves tries
 PART = 4_000_000  # bytes that a request reads; only packets may have more
 MAX_UPLOADS = 2  # parts of 5 MB that are written in parallel
 _NAME = re.compile(r"[0-9A-Za-z._-]+(?:/[0-9A-Za-z._-]+)*")  # what workers write
@@ -90,6 +92,8 @@ class ObjectStore(Store):
     Attributes:
       packet_bytes: the most bytes that a packet may have, or None for any number. A `SwarmWorker`
         sets it, since it knows how large its own packets are.
+      is_leaving: whether the worker is about to end, so that nothing is tried for more than five
+        seconds. `Member.leave` sets it.
 
     Raises:
       StoreError: the store does not work, or was used before this process was forked.
@@ -115,6 +119,7 @@ class ObjectStore(Store):
     ):
         self.url, self.patience = str(url), patience
         self.packet_bytes: int | None = None
+        self.is_leaving = False
         self._folder: pathlib.Path | None = None
         try:
             if folder := folder_of(self.url):
@@ -185,9 +190,16 @@ class ObjectStore(Store):
         return sorted(filter(_NAME.fullmatch, found))
 
     def delete(self, keys: Sequence[str]) -> None:
+        def attempt() -> None:
+            try:
+                obstore.delete(self._store, list(keys))
+            except MISSING:  # at which a folder's store stops
+                for key in keys:
+                    with contextlib.suppress(*MISSING):
+                        obstore.delete(self._store, key)
+
         if keys:
-            delete = functools.partial(obstore.delete, self._store, list(keys))
-            self._persist(f"delete {len(keys)} objects", delete)
+            self._persist(f"delete {len(keys)} objects", attempt)
 
     def _obstacle(self, key: str) -> pathlib.Path | None:
         """Returns what a folder has in place of an object, or of a folder that the object is in."""
@@ -224,9 +236,13 @@ class ObjectStore(Store):
                     reason = f"{obstacle} is in the way, and no worker wrote it: take it away"
                 # obstore cannot list a folder with another's object that has an invalid path.
                 is_blocked, now = bool(obstacle) or "invalid path" in reason, time.monotonic()
-                first_failure = first_failure if first_failure and not is_blocked else now
-                failing = now - first_failure
-                if failing > self.patience or _is_denied(error):
+                first_failure = first_failure or now
+                patience = math.inf if is_blocked else self.patience
+                patience, failing = (
+                    min(patience, LEAVING) if self.is_leaving else patience,
+                    now - first_failure,
+                )
+                if failing > patience or _is_denied(error):
                     raise StoreError(
                         f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Make "
                         "sure that the store can be reached, and that this worker may read, list, "

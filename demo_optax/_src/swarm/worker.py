@@ -16,7 +16,7 @@ from demo_optax._src.local_state import nodes
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.processes import by_lead, is_lead
-from demo_optax._src.swarm import agreement, records, replicated_state, snapshots
+from demo_optax._src.swarm import agreement, replicated_state, snapshots
 from demo_optax._src.swarm.member import ExchangeResult, Left, Member
 from demo_optax._src.swarm.programs import compile_programs, require_optimizer
 from demo_optax._src.swarm.records import Manifest, SwarmError
@@ -518,7 +518,7 @@ class SwarmWorker:
             member = self.member
             first_step = 0 if member.astray else first
             index, leaves = snapshots.read_newest(member.store, own, first_step)
-            member.go_on_from(index, records.sha256(records.encode(index)))
+            member.go_on_from(index)
             return index.step, leaves
 
         self.number, leaves = by_lead(read)
@@ -532,15 +532,16 @@ class SwarmWorker:
     def _adopt(self, params, opt_state) -> tuple[Any, Any, float | None]:
         """Goes on from a snapshot that differs a little; returns the drift, if one was compared."""
         comparison = by_lead(lambda: self._turns.comparison() if self._turns else None)
-        step, drift, leaves = comparison or (0, None, None)
-        if leaves is None:
+        index, drift, leaves = comparison or (None, None, None)
+        if index is None or leaves is None:
             return params, opt_state, drift
         # First it applies what is under way, so that its own message is not lost.
         result = self._result()
         if result is not None:
             params, opt_state, _ = self._go_on(result, params, opt_state)
         params, opt_state = replace_leaves(self._programs.shardings, params, opt_state, leaves)
-        self.number = step
+        by_lead(lambda: self.member.go_on_from(index))
+        self.number = index.step
         params, opt_state, _ = self._catch_up(params, opt_state)
         self._announce()
         return params, opt_state, drift
