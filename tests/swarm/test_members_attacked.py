@@ -807,8 +807,10 @@ def test_no_member_replaces_the_settings_that_most_have(run):
     device = {"device": "cpu", "program": "1"}
     for store in paris, rome, oslo:
         agreement.require(store, {"slots": 8}, device)
-    run.make("lima")
-    run.change("lima")
+    for name in "lima", "bonn":
+        run.make(name)
+        run.change(name)
+        agreement.require(run.store(name), {"slots": 8}, device)
     for overwritten in "", "settings/001/", "settings/000/":
         for name in "run.json", f"programs/{records.sha256(b'cpu')[:16]}.json":
             rome.put(f"{overwritten}{name}", b'{"slots": "9"}')
@@ -818,6 +820,31 @@ def test_no_member_replaces_the_settings_that_most_have(run):
         for name in "oslo", "lima":
             agreement.compare(run.store(name), {"slots": 8})
             agreement.require(run.store(name), {"slots": 8}, device)
+
+
+@pytest.mark.parametrize(
+    ("facts", "program"), [({"slots": 8}, "2"), ({"slots": 9}, "1")], ids=["program", "settings"]
+)
+def test_who_has_other_settings_than_the_first_member_is_refused_and_has_no_say(
+    run, facts, program
+):
+    paris, rome, oslo = (run.store(name) for name in NAMES)
+    firsts = {"slots": 8}, {"device": "cpu", "program": "1"}
+    agreement.require(paris, *firsts)
+    with pytest.raises(SwarmError, match="the run there has other settings"):
+        agreement.require(rome, facts, {"device": "cpu", "program": program})
+    for store in paris, oslo, paris, rome:
+        agreement.require(store, *firsts)
+
+
+def test_of_as_many_members_with_other_settings_those_of_the_lowest_slot_hold(run):
+    paris, rome, oslo = (run.store(name) for name in NAMES)
+    agreement.require(paris, {"slots": 8}, {"device": "cpu"})
+    rome.put("settings/001/run.json", b'{"slots": "9"}')
+    for _ in range(2):
+        with pytest.raises(SwarmError, match="slots is 8 there and 9 here"):
+            agreement.compare(oslo, {"slots": 9})
+        agreement.require(oslo, {"slots": 8}, {"device": "cpu"})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from demo_optax._src.swarm import roster, seals, snapshots, steps
+from demo_optax._src.swarm import agreement, roster, seals, snapshots, steps
 from demo_optax._src.swarm.records import SwarmError
 from demo_optax.swarm import Left, Member, ObjectStore
 from tests import swarms
@@ -322,6 +322,21 @@ def test_claims_that_were_deleted_do_not_stop_a_member_that_comes_back(run):
     again = run.member("rome")
     again.receive(0)
     assert again.incarnation >= rome.incarnation
+
+
+def test_settings_change_for_all_once_those_in_the_place_are_deleted(run):
+    before, after = ({"device": "cpu", "program": n} for n in "12")
+    stores = [run.store(name) for name in NAMES]
+    for store in stores:
+        agreement.require(store, {"slots": 8}, before)
+    for store in stores:
+        with pytest.raises(SwarmError, match="program is 1 there and 2 here"):
+            agreement.require(store, {"slots": 8}, after)
+    run.anybody.delete(physical(run, "settings"))
+    for store in stores:
+        agreement.require(store, {"slots": 8}, after)
+    with pytest.raises(SwarmError, match="program is 2 there and 1 here"):
+        agreement.require(stores[0], {"slots": 8}, before)
 
 
 def test_who_has_left_need_not_sign_a_snapshot(tmp_path):

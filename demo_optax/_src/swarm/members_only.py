@@ -4,7 +4,6 @@ It is a `Store` itself, so that the rest of the swarm knows nothing of signature
 names that nobody without the run's secret can tell in advance.
 """
 
-import collections
 import contextlib
 import os
 import re
@@ -180,24 +179,23 @@ class MembersOnly(Store):
     def create(self, key: str, data: bytes) -> bool:
         """Writes an object unless a valid one exists; what is not valid is overwritten.
 
-        Each member has settings of its own, of which those of most are the run's.
+        Each member has settings of its own, and none that differ from those of the others.
         """
         if _SETTINGS.fullmatch(key):
-            self.put(f"settings/{self.slot:03d}/{key}", data)
-            return True
-        if self.get(key) is not None:
-            return False
+            if is_agreed := self.get(key) in (None, data):
+                self.put(f"settings/{self.slot:03d}/{key}", data)
+            return is_agreed
         sealed = self._sealed(key, data)
-        if self.inner.create(self._name(key), sealed):
-            return True
-        if self.get(key) is not None:
-            return False
-        self.inner.put(self._name(key), sealed)
+        for write in self.inner.create, self.inner.put:
+            if self.get(key) is not None:
+                return False
+            if write(self._name(key), sealed):
+                return True
         return self.get(key) == data  # others may have done the same
 
     def get(self, key: str) -> bytes | None:
         if _SETTINGS.fullmatch(key):
-            return self._settings_of_most(key)
+            return self._settings_of_others(key)
         held = self.number_at(records.step_in(key))
         for number in [held] if held else range(len(self._secrets), 0, -1):
             with contextlib.suppress(Damaged):  # much too large
@@ -207,15 +205,14 @@ class MembersOnly(Store):
                     return body
         return None
 
-    def _settings_of_most(self, key: str) -> bytes | None:
-        """Returns the settings of most members, or this member's if no others have more votes."""
-        members = self.roster.members()
-        votes = in_parallel(self.get, [f"settings/{slot:03d}/{key}" for slot in members])
-        counts = collections.Counter(x for x in votes if x is not None)
-        best = [data for data, n in counts.items() if n == max(counts.values())]
-        signs = [public.signs for public in members.values()]
-        own = dict(zip(signs, votes, strict=True)).get(self.key.public.signs)
-        return own if own in best else best[0] if len(best) == 1 else None
+    def _settings_of_others(self, key: str) -> bytes | None:
+        """Returns the settings of most other members, or this member's if no other has any."""
+        members, own = sorted(self.roster.members().items()), self.key.public.signs
+        found = in_parallel(self.get, [f"settings/{slot:03d}/{key}" for slot, _ in members])
+        pairs = zip(members, found, strict=True)
+        votes = [(public.signs == own, data) for (_, public), data in pairs if data is not None]
+        counted = [x for is_own, x in votes if not is_own] or [x for _, x in votes]
+        return max(counted, key=counted.count, default=None)  # of the lowest slot at a tie
 
     def names(self, folder: str) -> list[str]:
         return sorted(filter(None, (self._plain(folder, x) for x in self.inner.names(folder))))
