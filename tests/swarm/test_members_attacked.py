@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from demo_optax._src.swarm import agreement, records, roster, seals, snapshots, steps
 from demo_optax._src.swarm.records import PacketRef, SwarmError
-from demo_optax._src.swarm.slots import last_manifests
+from demo_optax._src.swarm.slots import FIRST_SECOND, last_manifests
 from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
-from demo_optax.swarm import Left, Member
+from demo_optax.swarm import Left, Member, read_history
 from tests import swarms
 from tests.members import (
     NAMES,
@@ -845,6 +845,28 @@ def test_of_as_many_members_with_other_settings_those_of_the_lowest_slot_hold(ru
         with pytest.raises(SwarmError, match="slots is 8 there and 9 here"):
             agreement.compare(oslo, {"slots": 9})
         agreement.require(oslo, {"slots": 8}, {"device": "cpu"})
+
+
+def test_numbers_that_another_member_writes_for_a_slot_count_for_nothing(run):
+    oslo, slots = run.store("oslo"), range(3)
+    for slot in slots:
+        for number in 7, 10**8, 10**9 - 1:
+            oslo.put(f"slots/{slot:03d}/{number:06d}", b"{}")
+    joined = run.members("paris", "rome")
+    everybody(joined, 0)
+    for member in joined:
+        oslo.put(records.left_key(member.me), b"")
+    latest = int(time.time()) - FIRST_SECOND + 9
+    assert all(member.incarnation < latest for member in joined)
+    assert read_history(joined[0].store).left == frozenset()
+    joined[1].leave(1)
+    assert read_history(joined[0].store).left == {joined[1].me}
+
+
+def test_a_slow_clock_gives_no_earlier_number_than_the_last_one(run, monkeypatch):
+    rome, now = run.member("rome"), time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    assert run.member("rome").incarnation == rome.incarnation + 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Damaged, Manifest, MemberId
-from demo_optax._src.swarm.slots import last_manifests, newest_claims, read_claim
+from demo_optax._src.swarm.slots import have_left, last_manifests, newest_claims, read_claim
 from demo_optax._src.swarm.snapshots import attested_steps
 from demo_optax._src.swarm.store import Store, in_parallel
 
@@ -133,8 +133,8 @@ def read_history(store: Store, last: int | None = None) -> History:
     if isinstance(store, MembersOnly):
         present = ", ".join(sorted(x.name for x in store.roster.members().values()))
         access = f"members only, roster {store.roster.number}: {present}"
-    said = {f"slots/{name}" for name in store.names("slots")}
-    left = frozenset(member for member in names if records.left_key(member) in said)
+    listed = {f"slots/{name}" for name in store.names("slots")}
+    left = have_left(store, [x for x in names if records.left_key(x) in listed])
     every = None
     with contextlib.suppress(Damaged, KeyError, ValueError):
         every = int(records.parse(store.get("run.json"))["snapshot_every"])

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import time
+from collections.abc import Collection
 
 from demo_optax._src.swarm import records, roster
 from demo_optax._src.swarm.members_only import MembersOnly
@@ -27,22 +28,17 @@ def claim(store: Store, worker: str, nonce: str, slots: int) -> MemberId:
         )
     taken: dict[int, int] = {}  # incarnations that a listing may not show yet
     for _ in range(CLAIM_TRIES):
-        newest = newest_claims(store)
-        slot = store.slot if is_closed else None
-        if slot is None:
+        if is_closed:
+            slot, last = _own(store, worker, slots)
+        else:
+            newest = newest_claims(store)
             slot = _choose(store, worker, newest, slots)
-        elif slot >= slots:
-            raise SwarmError(
-                f"{worker!r} has slot {slot} of the roster, and slots={slots}: give all workers at "
-                f"least slots={slot + 1}."
-            )
-        incarnation = max(newest[slot][0] if slot in newest else 0, taken.get(slot, 0)) + 1
-        if is_closed:  # larger than those of claims that somebody has deleted
-            incarnation = max(incarnation, int(time.time()) - FIRST_SECOND)
+            last = newest[slot][0] if slot in newest else 0
+        incarnation = max(last, taken.get(slot, 0)) + 1
         key = records.claim_key((slot, incarnation))
         is_new = store.create(key, records.encode(Claim(worker, nonce, time.time())))
         # The nonce tells whether the claim is its own, and only the store's answer was lost.
-        if is_new or _nonce(store, key) == nonce:
+        if is_new or read_claim(store, (slot, incarnation)).nonce == nonce:
             return slot, incarnation
         taken[slot] = incarnation
         time.sleep(POLL_SECONDS)
@@ -52,15 +48,33 @@ def claim(store: Store, worker: str, nonce: str, slots: int) -> MemberId:
     )
 
 
+def _own(store: MembersOnly, worker: str, slots: int) -> MemberId:
+    """Returns a member's slot, and the time or the last claim that it has signed if that is later.
+
+    So the next number is larger than those of claims that somebody has deleted.
+    """
+    if (slot := store.slot) >= slots:
+        raise SwarmError(
+            f"{worker!r} has slot {slot} of the roster, and slots={slots}: give all workers at "
+            f"least slots={slot + 1}."
+        )
+    listed = [int(x) for x in store.names(f"slots/{slot:03d}") if x.isdecimal()]
+    signed = (n for n in reversed(listed) if store.get(records.claim_key((slot, n))) is not None)
+    return slot, max(next(signed, 0), int(time.time()) - FIRST_SECOND)
+
+
 def newest_claims(store: Store) -> dict[int, tuple[int, Claim]]:
     """Returns the latest incarnation and claim of every slot that was ever claimed."""
-    newest: dict[int, int] = {}
-    for match in filter(None, map(_CLAIM.fullmatch, store.names("slots"))):
-        slot, incarnation = map(int, match.groups())
-        newest[slot] = max(incarnation, newest.get(slot, 0))
+    matches = filter(None, map(_CLAIM.fullmatch, store.names("slots")))
+    newest = dict(sorted((int(x[1]), int(x[2])) for x in matches))
     claims = in_parallel(lambda member: read_claim(store, member), newest.items())
-    pairs = zip(newest.items(), claims, strict=True)
-    return {slot: (incarnation, claim) for (slot, incarnation), claim in pairs}
+    return {slot: (n, x) for (slot, n), x in zip(newest.items(), claims, strict=True)}
+
+
+def have_left(store: Store, members: Collection[MemberId]) -> frozenset[MemberId]:
+    """Returns those of some members that have said that they leave for good."""
+    said = in_parallel(lambda member: store.get(records.left_key(member)), members)
+    return frozenset(x for x, data in zip(members, said, strict=True) if data is not None)
 
 
 def read_claim(store: Store, member: MemberId) -> Claim:
@@ -74,12 +88,6 @@ def read_claim(store: Store, member: MemberId) -> Claim:
     with contextlib.suppress(Damaged):
         return records.decode(Claim, store.get(records.claim_key(member)))
     return Claim(f"slot {member[0]}", "", 0.0)
-
-
-def _nonce(store: Store, key: str) -> str:
-    with contextlib.suppress(Damaged):
-        return records.decode(Claim, store.get(key)).nonce
-    return ""
 
 
 def last_manifests(store: Store, number: int | None = None) -> list[Manifest]:
