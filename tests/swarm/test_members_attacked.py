@@ -1,5 +1,6 @@
 """A run for members only whose store is open to others, or one of whose members lies."""
 
+import contextlib
 import functools
 import threading
 import time
@@ -18,6 +19,7 @@ from demo_optax.swarm import Left, Member, read_history
 from tests import swarms
 from tests.members import (
     NAMES,
+    Counting,
     Run,
     everybody,
     exchange,
@@ -867,6 +869,30 @@ def test_a_slow_clock_gives_no_earlier_number_than_the_last_one(run, monkeypatch
     rome, now = run.member("rome"), time.time()
     monkeypatch.setattr(time, "time", lambda: now - 3600)
     assert run.member("rome").incarnation == rome.incarnation + 1
+
+
+def test_snapshots_of_one_member_cost_the_others_no_more_in_a_long_run(run):
+    joined, heads = run.members(), []
+    for step in range(40):
+        everybody(joined, step)
+        heads.append(joined[2].head(step))
+    liar = joined[2].store
+    for step, head in enumerate(heads[20:], 21):
+        assert snapshots.write(liar, step, LEAVES, slot=2, head=head, roster=run.roster().name)
+    counting = Counting(run.anybody)
+    assert snapshots.attested_steps(run.store("paris", counting)) == []
+    assert counting.counts["get"] < 20 * 9  # index, three that sign, a manifest, two that left
+
+
+def test_a_founder_that_is_killed_once_its_index_is_there_ends_nobody(run, monkeypatch):
+    def killed(store, index):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(snapshots, "attest", killed)
+        snapshots.read_newest(run.store("paris"), LEAVES)
+    for name in "rome", "paris":
+        assert snapshots.read_newest(run.store(name), LEAVES)[0].step == 0
 
 
 @pytest.mark.parametrize(

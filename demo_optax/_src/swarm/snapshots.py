@@ -21,13 +21,8 @@ import numpy as np
 
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.members_only import MembersOnly
-from demo_optax._src.swarm.records import (
-    Damaged,
-    Manifest,
-    MemberId,
-    SnapshotIndex,
-    SwarmError,
-)
+from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, SnapshotIndex, SwarmError
+from demo_optax._src.swarm.slots import have_left
 from demo_optax._src.swarm.store import PART, Store, in_parallel
 
 Leaves = list[np.ndarray]
@@ -101,49 +96,52 @@ def is_attested(
     """Tells whether most of the members that counted since the last one have signed a snapshot.
 
     Those counted are taken from the manifests, which must lead to the snapshot, over at least as
-    many steps as lie between two snapshots. Before the first step nobody has counted, and one
-    signature is enough. In an open run every snapshot is believed.
+    many steps as lie between two snapshots. No more of them are read than it takes to see that too
+    few have signed. The index of a run's first snapshot is enough, as is any in an open run.
     """
     if not isinstance(store, MembersOnly):
         return True
     is_short = index.since > 0 and index.step - index.since < store.every
     if is_short or not store.knows(index.step, index.roster):
         return False
-    counted = _counted(store, index, known or {})
-    if counted is None:
-        return False
-    members, signed = store.roster.members(), attesters(store, index)
-    newest = {slot: n for slot, n in sorted(counted) if slot in members}
-    awaited = [x for x in newest.items() if x[0] not in signed]
-    if 2 * len(awaited) >= len(newest):  # those who have left for good sign nothing any more
-        said = in_parallel(lambda member: store.get(records.left_key(member)), awaited)
-        awaited = [x for x, data in zip(awaited, said, strict=True) if data is None]
-    return len(signed & newest.keys()) > len(awaited) if newest else bool(signed) and not index.step
+    if index.step == 0 or not (signed := attesters(store, index)):
+        return index.step == 0
+    unseen, awaited = set(store.roster.members()), set()
+    with contextlib.suppress(Damaged):
+        for counted in _counted(store, index, known or {}):
+            awaited |= {x for x in counted if x[0] in unseen - signed}
+            unseen -= {slot for slot, _ in counted}
+            if len(awaited) >= len(signed):
+                awaited -= have_left(store, awaited)  # they sign nothing any more
+                if len(awaited) >= len(signed):
+                    return False
+        return len(signed - unseen) > len(awaited)
+    return False
 
 
 def _counted(
     store: MembersOnly, index: SnapshotIndex, known: Mapping[int, frozenset[MemberId]]
-) -> set[MemberId] | None:
-    """Returns who counted before a snapshot, or None if the manifests do not lead to it."""
-    steps = range(index.since, index.step)
+) -> Iterator[frozenset[MemberId]]:
+    """Yields who counted in each step before a snapshot, the last one first.
+
+    Raises `Damaged` where the manifests do not lead to the snapshot.
+    """
+    steps, found = range(index.step - 1, index.since - 1, -1), []
     if all(step in known for step in steps):
-        return set().union(*(known[step] for step in steps))
-    counted, before, found = set(), None, []
-    for step in steps:
-        if not found:  # few at a time, since an index may name any step
-            ahead = steps[step - index.since :][:64]
-            found = in_parallel(lambda step: store.get(records.step_key("manifests", step)), ahead)
-        try:
-            manifest = records.decode(Manifest, found.pop(0))
-        except Damaged:
-            return None
+        yield from map(known.__getitem__, steps)
+        return
+    head, lost = index.head, index.lost
+    for number, step in enumerate(steps):
+        if not found:  # ever more at a time, up to 64
+            ahead = steps[number : 2 * number + 1][:64]
+            found = in_parallel(store.get, [records.step_key("manifests", x) for x in ahead])
+        manifest = records.decode(Manifest, found.pop(0))
         signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)
-        follows = before is None or records.head(before, manifest.lost) == manifest.previous
-        is_enough = len(manifest.packets) >= store.min_workers
-        if manifest.step != step or not follows or not is_enough or not all(signed):
-            return None
-        before, counted = manifest, counted | manifest.members
-    return counted if before is None or records.head(before, index.lost) == index.head else None
+        follows = manifest.step == step and records.head(manifest, lost) == head
+        if not follows or len(manifest.packets) < store.min_workers or not all(signed):
+            raise Damaged(f"the manifest of step {step} does not lead to {index.file!r}.")
+        head, lost = manifest.previous, manifest.lost
+        yield manifest.members
 
 
 def _index_key(step: int, slot: int | None) -> str:
@@ -225,13 +223,9 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
             try:
                 if (index := read_index(store, step, slot)) is None:
                     continue
-                if not is_attested(store, index):
-                    failures.append(f"most of those before have not signed that of step {step}")
-                    continue
-                leaves = read(store, index, like=own)
-                if step == 0:
-                    attest(store, index)
-                return index, leaves
+                if is_attested(store, index):
+                    return index, read(store, index, like=own)
+                failures.append(f"most of those before have not signed that of step {step}")
             except Damaged as error:
                 failures.append(str(error))
     failures += [closed.missing] if closed and closed.missing else []
