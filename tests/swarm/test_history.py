@@ -90,6 +90,13 @@ def test_weights_that_nobody_set_count_steps_and_the_next_snapshot_is_due(store)
     assert "snapshots before steps: 4, 8; next before 12" in status(read_history(store))
 
 
+@pytest.mark.parametrize("odd", ["null", "[]", "{}", "Infinity", "-4", "0", '"x"', '"\\ud800"'])
+def test_settings_that_no_worker_wrote_name_no_snapshot_to_come(odd, store):
+    Member(store, "lima").exchange(0, b"a packet")
+    store.put("run.json", f'{{"snapshot_every": {odd}}}'.encode())
+    assert "next before" not in status(read_history(store))
+
+
 class Counting(ObjectStore):
     """Counts requests by what they ask for."""
 

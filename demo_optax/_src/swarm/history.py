@@ -4,8 +4,8 @@ import contextlib
 import copy
 import datetime
 import itertools
+import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -135,11 +135,11 @@ def read_history(store: Store, last: int | None = None) -> History:
         access = f"members only, roster {store.roster.number}: {present}"
     listed = {f"slots/{name}" for name in store.names("slots")}
     left = have_left(store, [x for x in names if records.left_key(x) in listed])
-    every = None
-    with contextlib.suppress(Damaged, KeyError, ValueError):
-        every = int(records.parse(store.get("run.json"))["snapshot_every"])
-    snapshots = attested_steps(store, sys.maxsize)
-    return History(manifests, names, left, snapshots, every, access)
+    every = ""
+    with contextlib.suppress(Damaged):
+        every = str(records.parse(store.get("run.json")).get("snapshot_every"))
+    every = int(every) if re.fullmatch("[0-9]{1,10}", every) else None
+    return History(manifests, names, left, attested_steps(store), every, access)
 
 
 class _Kept:
