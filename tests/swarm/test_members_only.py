@@ -279,6 +279,18 @@ def test_objects_of_earlier_rosters_are_deleted_too(run):
     assert len(physical(run, "packets")) == 1
 
 
+def test_of_two_processes_with_one_key_the_older_one_ends(run, monkeypatch):
+    paris, rome = run.members("paris", "rome", min_workers=2)
+    everybody([paris, rome], 0)
+    twin = run.member("paris", min_workers=2)
+    assert twin.incarnation > paris.incarnation
+    twin.receive(0)
+    monkeypatch.setattr(steps, "LOOK_SECONDS", 0.0)
+    with pytest.raises(SwarmError, match="another process uses the key of paris now: stop one"):
+        exchange(paris, 1)
+    assert twin.me in everybody([twin, rome], 1)[0].manifest.members
+
+
 def test_nobody_waits_for_who_was_taken_out(run, monkeypatch):
     monkeypatch.setattr(steps, "ROSTER_SECONDS", 0.0)
     paris, rome, oslo = run.members(deadline=60.0)

@@ -695,9 +695,9 @@ class Member:
                 raise
             known = "Most members have it:" if self.astray else "If most members have it,"
             self.tell(
-                f"{str(error).partition('. ')[0]}. {known} this worker goes back to a snapshot, and "
-                "tries again. You need not start it, but put back what is gone, for instance from "
-                "a version that the bucket keeps."
+                f"{str(error).partition('. ')[0]}. {known} this worker goes back to a snapshot and "
+                "tries again. Put back what is gone, for instance from a version that the bucket "
+                "keeps."
             )
             return result
 

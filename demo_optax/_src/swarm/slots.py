@@ -58,9 +58,14 @@ def _own(store: MembersOnly, worker: str, slots: int) -> MemberId:
             f"{worker!r} has slot {slot} of the roster, and slots={slots}: give all workers at "
             f"least slots={slot + 1}."
         )
+    return slot, max(last_claim(store, slot), int(time.time()) - FIRST_SECOND)
+
+
+def last_claim(store: MembersOnly, slot: int) -> int:
+    """Returns the incarnation of the last process that has claimed a member's slot, or 0."""
     listed = [int(x) for x in store.names(f"slots/{slot:03d}") if x.isdecimal()]
     signed = (n for n in reversed(listed) if store.get(records.claim_key((slot, n))) is not None)
-    return slot, max(next(signed, 0), int(time.time()) - FIRST_SECOND)
+    return next(signed, 0)
 
 
 def newest_claims(store: Store) -> dict[int, tuple[int, Claim]]:

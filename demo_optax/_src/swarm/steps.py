@@ -19,10 +19,13 @@ from demo_optax._src.swarm.records import (
     PacketRef,
     SnapshotIndex,
     StepFolder,
+    SwarmError,
 )
+from demo_optax._src.swarm.slots import last_claim
 from demo_optax._src.swarm.store import Store, in_parallel, log
 
 ROSTER_SECONDS = 10.0  # between two looks for a roster of a higher number
+LOOK_SECONDS = 10.0  # between two looks for a later process with the same key
 
 MARKS = {mark.encode(): mark for mark in ("here", "left", "ends")}
 EMPTY = StepFolder({}, frozenset(), frozenset(), frozenset())
@@ -143,7 +146,7 @@ class SignedSteps:
     def __init__(self, store: MembersOnly, slots: int):
         self._store, self._slots = store, slots
         self.counted: dict[int, frozenset[MemberId]] = {}
-        self._looked_for_roster = 0.0
+        self._looked_for_roster, self._looked_for_itself = 0.0, time.monotonic()
         self._said: dict[int, dict[int, Said]] = {}  # by step and slot
         self._asked: int | None = None  # the slot that the last glance was at
         self._looks = 0  # so that each glance is at another slot
@@ -326,10 +329,22 @@ class SignedSteps:
     def send(
         self, step: int, packet: PacketRef, data: bytes, head: str, lost: tuple[int, ...]
     ) -> PacketRef:
+        self._end_if_replaced(packet.member)
         signed = self._store.sign(step, packet, head)
         self._store.put(self.key(step, packet), self._signed(step, packet, data, head, lost))
         self._keep(step, packet.slot, Said(head, signed, data, lost))
         return signed
+
+    def _end_if_replaced(self, me: MemberId) -> None:
+        """Raises SwarmError once a later process has this worker's key; it looks now and then."""
+        if time.monotonic() - self._looked_for_itself < LOOK_SECONDS:
+            return
+        self._looked_for_itself = time.monotonic()
+        if last_claim(self._store, me[0]) > me[1]:
+            raise SwarmError(
+                f"another process uses the key of {self._store.key.name} now: stop one of them, "
+                "since each process needs a key of its own."
+            )
 
     def has_ended(self, step: int, me: MemberId) -> bool:
         said = self._read(step, None)
