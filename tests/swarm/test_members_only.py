@@ -304,6 +304,24 @@ def test_nobody_waits_for_who_was_taken_out(run, monkeypatch):
     assert time.monotonic() - started < 50
 
 
+def test_who_has_not_seen_a_roster_yet_does_not_decide_again_what_names_it(run, monkeypatch):
+    paris, rome = run.members("paris", "rome", deadline=30.0, min_workers=2)
+    everybody([paris, rome], 0)
+    before = run.anybody.get(roster.KEY)
+    run.change(without=["oslo"])
+    after = run.anybody.get(roster.KEY)
+    rome.send(1, b"rome  in 1")
+    paris.store.look_for_roster()
+    manifest = exchange(paris, 1).manifest
+    assert roster.number_of(manifest.roster) == 2
+    run.anybody.put(roster.KEY, before)  # a list may show it later
+    rome._read(1, manifest.packets)
+    assert rome._propose(1, list(manifest.packets)) is None
+    run.anybody.put(roster.KEY, after)
+    assert exchange(rome, 1).manifest == manifest
+    assert all(len(x.packets) == 2 for x in everybody([paris, rome], 2))
+
+
 def test_a_new_member_takes_part_once_its_roster_holds(run, monkeypatch):
     monkeypatch.setattr(steps, "ROSTER_SECONDS", 0.0)
     paris = run.member("paris", deadline=0.3)

@@ -572,14 +572,17 @@ class Member:
             return self._decided(step)
         if (decided := self.manifest(step)) is None and self._may_replace(step, proposed):
             self._steps.replace(step, proposed)
-            return self.manifest(step)
+            decided = self.manifest(step)
         return decided
 
     def _may_replace(self, step: int, proposed: Manifest) -> bool:
         """Tells whether a manifest that this worker does not take may be written over.
 
         One of its own side may not if as many have gone on from it, or this worker was not there.
+        Neither may one that names a roster which is not there yet.
         """
+        if not self._steps.may_decide(step):
+            return False
         with contextlib.suppress(Damaged):
             there = records.decode(Manifest, self._get(records.step_key("manifests", step)))
             if self._steps.follows(there, proposed.previous):
