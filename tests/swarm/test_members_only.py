@@ -175,12 +175,29 @@ def test_a_slot_beyond_the_slots_of_the_run_is_refused(run):
         ("nothing", seals.read_key, "does not hold a key"),
         ("nothing", seals.read_public, "does not hold a public line"),
         (f"{'0' * 64} \x07\n", seals.read_key, "a key needs a name"),
+        (f"{'0' * 64} {'1' * 64} x\n", seals.read_key, "x' holds a public line: .* the key, .*key"),
     ],
 )
 def test_a_file_that_is_no_key_is_refused_and_not_repeated(tmp_path, content, read, said):
     (tmp_path / "x").write_text(content)
     with pytest.raises(SwarmError, match=said):
         read(tmp_path / "x")
+
+
+@pytest.mark.parametrize("name", ["", " x", f"{'0' * 64} x", "\x07"])
+def test_no_key_has_a_name_with_which_it_could_not_be_read(tmp_path, name):
+    with pytest.raises(SwarmError, match="a key needs a name"):
+        seals.make_key(tmp_path / "x.key", name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_that_others_may_read_is_told(tmp_path, caplog):
+    path = tmp_path / "paris.key"
+    seals.make_key(path, "paris")
+    for mode, said in (0o600, []), (0o640, [f"others may read {path}: chmod 600 {path}"]):
+        path.chmod(mode)
+        seals.read_key(path)
+        assert caplog.messages == said
 
 
 def test_a_slot_above_the_limit_decides_nothing_and_ends_nobody(run):

@@ -4,6 +4,7 @@ demo-optax key paris
 """
 
 import argparse
+import os
 import pathlib
 from collections.abc import Callable
 
@@ -15,7 +16,12 @@ def add_arguments(add: Callable[..., None]) -> None:
 def run(args: argparse.Namespace) -> None:
     from demo_optax._src.swarm import seals  # needs cryptography
 
-    public = seals.make_key(f"{args.name}.key", args.name)
-    pathlib.Path(f"{args.name}.pub").write_text(public.line + "\n")
+    files = f"{args.name}.key", f"{args.name}.pub"
+    for file in filter(os.path.lexists, files):
+        raise FileExistsError(
+            f"{file} is there already: give another name, or take both files away."
+        )
+    public = seals.make_key(files[0], args.name)
+    pathlib.Path(files[1]).write_text(public.line + "\n")
     print(public.line)
-    print(f"wrote {args.name}.key, for you alone, and {args.name}.pub, the line for the owner")
+    print(f"wrote {files[0]}, for you alone, and {files[1]}, the line that others may have")

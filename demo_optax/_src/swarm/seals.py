@@ -8,11 +8,13 @@ import dataclasses
 import functools
 import hmac
 import os
+import pathlib
 import re
 import secrets
 from typing import NamedTuple
 
 from demo_optax._src.swarm.records import SwarmError
+from demo_optax._src.swarm.store import log
 
 try:
     from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -29,6 +31,8 @@ except ImportError as error:
 DOMAIN = "demo_optax/1"
 SIGNATURE_BYTES = 64
 NONCE = bytes(12)  # each box has a key of its own
+_NUMBER = "([0-9a-f]{64}) "
+_NAME = r"((?![0-9a-f]{64} )\S.*)"  # otherwise a public line could be a key
 
 
 def frame(*fields: bytes | str | int) -> bytes:
@@ -124,6 +128,8 @@ def make_key(path: str | os.PathLike, name: str) -> Public:
 
 def read_key(path: str | os.PathLike) -> Key:
     seed, name = _words(path, "a key as `demo-optax key` writes it", 1)
+    if os.name == "posix" and os.stat(path).st_mode & 0o044:
+        log.warning("others may read %s: chmod 600 %s", path, path)
     return Key(name, bytes.fromhex(seed))
 
 
@@ -135,13 +141,21 @@ def read_public(path: str | os.PathLike) -> Public:
 def _words(path: str | os.PathLike, what: str, numbers: int) -> list[str]:
     """Reads a line of hexadecimal numbers and a name; no message repeats what it holds."""
     with open(path, encoding="utf-8", errors="replace") as file:
-        match = re.fullmatch("([0-9a-f]{64}) " * numbers + r"(\S.*)\n?", file.read(2000))
-    if match is None:
-        raise SwarmError(f"{os.fspath(path)!r} does not hold {what}: give its file.")
-    _require_name(match.groups()[-1])
-    return list(match.groups())
+        text = file.read(2000)
+    if match := re.fullmatch(f"{_NUMBER * numbers}{_NAME}\n?", text):
+        _require_name(match.groups()[-1])
+        return list(match.groups())
+    if re.fullmatch(f"{_NUMBER * 2}{_NAME}\n?", text):
+        key = pathlib.Path(path).with_suffix(".key")
+        raise SwarmError(
+            f"{os.fspath(path)!r} holds a public line: give the file of the key, {key}."
+        )
+    raise SwarmError(f"{os.fspath(path)!r} does not hold {what}: give its file.")
 
 
 def _require_name(name: str) -> None:
-    if not name.strip() or not name.isprintable():
-        raise SwarmError(f"a key needs a name of characters that can be printed, not {name!r}.")
+    if not re.fullmatch(_NAME, name) or not name.isprintable():
+        raise SwarmError(
+            "a key needs a name of characters that can be printed, without a space or a key in "
+            f"front, not {name!r}."
+        )
