@@ -327,6 +327,10 @@ RAISED = [
         "roster FOLDER/open --owner FOLDER/owner.key --add FOLDER/paris.pub", "open"
     ),
     lambda: run_command("roster FOLDER/other --owner FOLDER/owner.key", "other"),
+    lambda: run_command("roster FOLDER/new --owner FOLDER/owner.key"),
+    lambda: run_command("roster FOLDER/run --owner FOLDER/owner.key --add FOLDER/owner.pub"),
+    lambda: run_command("key FOLDER/paris"),
+    lambda: file_that_is_no_key(f"{HASH} {HASH} paris"),
     a_round_that_cannot_be_watched,
     import_without_obstore,
     draw_without_matplotlib,

@@ -327,18 +327,23 @@ def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
         assert f"{line}\n" == (tmp_path / f"{name}.pub").read_text()
         assert (tmp_path / f"{name}.key").read_text().split()[0] not in shown
     shown = printed("roster run --owner owner.key --add paris.pub rome.pub")
-    assert shown == "roster 1 of run\n  slot 0: paris\n  slot 1: rome\n"
+    (kept,) = pathlib.Path().glob("owner.key.*.roster")
+    assert shown == f"roster 1 of run\n  slot 0: paris\n  slot 1: rome\ncopy: {kept}\n"
     assert printed("roster run --owner owner.key --without rome") == (
-        "roster 2 of run\n  slot 0: paris\n"
+        f"roster 2 of run\n  slot 0: paris\ncopy: {kept}\n"
     )
     store = ObjectStore("run")
     second = store.get("roster.json")
+    assert printed("roster run --owner owner.key") == "roster 2 of run\n  slot 0: paris\n"
+    assert store.get("roster.json") == second == kept.read_bytes()
     Member(MembersOnly(store, "paris.key", "owner.pub")).exchange(0, b"a packet")
     for key in ("paris.key", "owner.key"):
         shown = printed(f"swarm run --key {key} --owner owner.pub")
         assert "members: paris" in shown and "members only, roster 2: paris" in shown
     assert printed("roster run --owner owner.key --add rome.pub").startswith("roster 3")
     store.put("roster.json", second)  # as whoever may write there can
+    shown = printed("roster run --owner owner.key")
+    assert shown.endswith(f"slot 0: paris\nroster 3 is missing there: put back {kept}\n")
     assert printed("roster run --owner owner.key --without rome").startswith("roster 4")
     for line, said in [
         ("swarm run", "the run at 'run' is for members only: give --key"),
@@ -346,9 +351,21 @@ def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
         ("swarm run --owner owner.pub", "the run at 'run' is for members only: give --key"),
         ("swarm run --key rome.key --owner owner.pub", "the key of rome is not in roster 4"),
         ("roster run --owner rome.key", "has a roster that rome has not signed"),
+        ("roster run --owner owner.pub", "'owner.pub' holds a public line: give .* owner.key."),
+        (
+            "roster run --owner owner.key --add owner.pub",
+            "owner.pub is the owner's own line: leave",
+        ),
+        ("roster new --owner owner.key", "new has no roster: give the place of one, or begin one"),
+        ("roster new --owner owner.key --without rome", "new has no roster: give the place of one"),
     ]:
         with pytest.raises(SystemExit, match=said):
             printed(line)
+    assert not pathlib.Path("new").exists()
     Member(ObjectStore("open"), "paris")
-    with pytest.raises(SystemExit, match="open has an open run, which stays open"):
-        printed("roster open --owner owner.key --add paris.pub")
+    for key, said in (
+        ("owner.key", f"put back its copy: {kept}."),
+        ("rome.key", "place of its own."),
+    ):
+        with pytest.raises(SystemExit, match=f"open has an open run, which stays open.*{said}$"):
+            printed(f"roster open --owner {key} --add paris.pub")

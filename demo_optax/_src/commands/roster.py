@@ -1,12 +1,16 @@
-"""Writes who may take part in a swarm for members only, as its owner signs it.
+"""Writes or prints who may take part in a swarm for members only, as its owner signs it.
 
 demo-optax roster s3://bucket/run --owner owner.key --add paris.pub rome.pub
 demo-optax roster s3://bucket/run --owner owner.key --without rome
+demo-optax roster s3://bucket/run --owner owner.key
 """
 
 import argparse
+import glob
 import pathlib
 from collections.abc import Callable
+
+from demo_optax._src.places import folder_of
 
 
 def add_arguments(add: Callable[..., None]) -> None:
@@ -19,32 +23,53 @@ def add_arguments(add: Callable[..., None]) -> None:
 def run(args: argparse.Namespace) -> None:
     from demo_optax._src.swarm import roster, seals, store
 
-    place, owner = store.ObjectStore(args.place), seals.read_key(args.owner)
-    there = place.get(roster.KEY)
-    before = roster.parse(there, owner.public)
-    if there is not None and before is None:
+    owner, added = seals.read_key(args.owner), [seals.read_public(file) for file in args.add]
+    for file, public in zip(args.add, added, strict=True):
+        if public.signs == owner.public.signs:
+            raise ValueError(
+                f"{file} is the owner's own line: leave it out, or give the owner a worker's key "
+                "of its own."
+            )
+    folder = folder_of(args.place)
+    is_there = args.add or folder is None or folder.is_dir()  # an ObjectStore makes the folder
+    place = store.ObjectStore(args.place) if is_there else None
+    there = place.get(roster.KEY) if place else None
+    shown = roster.parse(there, owner.public)
+    if there is not None and shown is None:
         raise ValueError(
             f"{args.place} has a roster that {owner.name} has not signed: give the key of its "
             f"owner, or put back the {roster.KEY} that the owner wrote."
         )
-    if before is None and any(place.names(folder) for folder in ("slots", "manifests")):
+    if there is None and place and any(place.names(x) for x in ("slots", "manifests")):
+        copies = ", ".join(sorted(glob.glob(f"{glob.escape(args.owner)}.*.roster")))
+        put_back = f" If its {roster.KEY} was deleted, put back its copy: {copies}."
         raise ValueError(
-            f"{args.place} has an open run, which stays open: give the roster a place of its own. "
-            f"If its {roster.KEY} was deleted, put back the copy beside the owner's key."
+            f"{args.place} has an open run, which stays open: give the roster a place of its own."
+            + put_back * bool(copies)
         )
-    if before is not None:  # who put back an earlier one gets no second one of the next number
-        kept = _kept(args.owner, before.run)
-        last = roster.parse(kept.read_bytes(), owner.public) if kept.exists() else None
-        before = max(before, last or before, key=lambda x: x.number)
-    added = map(seals.read_public, args.add)
-    signed = roster.change(before, owner, added, args.without)
-    written = roster.parse(signed, owner.public)
-    assert written is not None  # the owner has just signed it
-    _kept(args.owner, written.run).write_bytes(signed)
-    place.put(roster.KEY, signed)
-    print(f"roster {written.number} of {args.place}")
-    for slot, public in sorted(written.members().items()):
+    if place is None or (shown is None and (args.without or not args.add)):
+        raise ValueError(
+            f"{args.place} has no roster: give the place of one, or begin one there with --add "
+            "and the files of its members' public lines."
+        )
+    newest = shown
+    if shown and (kept := _kept(args.owner, shown.run)).exists():
+        last = roster.parse(kept.read_bytes(), owner.public) or shown
+        newest = max(shown, last, key=lambda x: x.number)  # if somebody put back an earlier one
+    if is_changed := bool(args.add or args.without):
+        signed = roster.change(newest, owner, added, args.without)
+        shown = newest = roster.parse(signed, owner.public)
+        assert shown is not None  # the owner has just signed it
+        _kept(args.owner, shown.run).write_bytes(signed)
+        place.put(roster.KEY, signed)
+    assert shown is not None and newest is not None
+    print(f"roster {shown.number} of {args.place}")
+    for slot, public in sorted(shown.members().items()):
         print(f"  slot {slot}: {public.name}")
+    if is_changed:
+        print(f"copy: {_kept(args.owner, shown.run)}")
+    elif newest.number > shown.number:
+        print(f"roster {newest.number} is missing there: put back {_kept(args.owner, shown.run)}")
 
 
 def _kept(owner: str, run: str) -> pathlib.Path:
