@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import os
+import sys
 
 import pytest
 
@@ -151,6 +153,15 @@ def test_a_run_is_watched_until_ctrl_c(store, capsys, monkeypatch):
     assert "\x1b" not in shown  # nobody's terminal
 
 
+def test_nobody_need_read_all_that_is_printed(store, monkeypatch):
+    write(store, TAKEN)
+    read, written = os.pipe()
+    os.close(read)
+    with open(written, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        main(["swarm", store.url])
+
+
 def test_a_worker_with_nothing_finite_is_there_but_counts_for_nothing(store, capsys):
     for member in (OSLO, PARIS):
         store.put(records.claim_key(member), records.encode(Claim(NAMES[member], "", 0.0)))
@@ -201,9 +212,11 @@ def test_the_picture_has_every_worker_and_sign_and_names_are_text(
     assert labels == ["$x_{$", "[/gpu]", "rome"]
     assert [line.get_marker() for line in axes.lines] == [">", "X"]
     (mesh,) = axes.collections
-    assert mesh.get_array().filled(-1.0).tolist() == [
-        [-1.0 if n is None else n for n in steps[1:]] for steps in TAKEN.values()
-    ]
+    rows, gaps = (mesh.get_array().filled(-1.0)[start::2] for start in (0, 1))
+    assert rows.tolist() == [[-1 if n is None else n for n in x[1:]] for x in TAKEN.values()]
+    assert len(gaps) == 2 and (gaps == -1).all()
+    assert axes.yaxis.get_inverted()  # the first worker is at the top
+    assert axes.get_xlim()[1] > max(line.get_xdata()[0] for line in axes.lines)
     assert (tmp_path / "life.png").stat().st_size > 0
 
 

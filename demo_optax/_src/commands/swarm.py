@@ -7,8 +7,9 @@ demo-optax swarm s3://bucket/run --key paris.key --owner owner.pub
 
 import argparse
 import contextlib
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from demo_optax._src.commands.tables import print_table
 from demo_optax._src.places import folder_of
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     is_there = folder is None or folder.is_dir()  # an ObjectStore would make the folder
     store = _store_of(args) if is_there else None
     is_watched = "watch" in args
-    with contextlib.suppress(*[KeyboardInterrupt] * is_watched):
+    with _while_somebody_reads(), contextlib.suppress(*[KeyboardInterrupt] * is_watched):
         for history in swarm.watch_history(store, args.last) if store else [None]:
             if history is None or not history.names:
                 raise FileNotFoundError(
@@ -51,6 +52,16 @@ def run(args: argparse.Namespace) -> None:
             if not is_watched:
                 return
             print("Ctrl-C ends this.\n", flush=True)
+
+
+@contextlib.contextmanager
+def _while_somebody_reads() -> Iterator[None]:
+    """Ends without a word once nobody reads what is printed, as after `| head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
 
 
 def _store_of(args: argparse.Namespace):

@@ -25,10 +25,11 @@ def draw(history: History, path: str) -> None:
     times = np.maximum.accumulate([x.time - history.manifests[0].time for x in history.manifests])
     figure, axes = pyplot.subplots(figsize=(9, 1.7 + 0.35 * len(names)), layout="constrained")
     if len(times) > 1:
-        steps = np.array(list(taken.values()), float)[:, 1:]  # None, where it was away, is NaN
+        steps = np.full((2 * len(names) - 1, len(times) - 1), np.nan)  # with gaps between rows
+        steps[::2] = np.array(list(taken.values()), float)[:, 1:]  # None, where it was away, is NaN
         blues = colors.LinearSegmentedColormap.from_list("steps", [PALEST, COUNTED])
         limits: dict[str, Any] = dict(vmin=0.5, vmax=max(np.nanmax(steps), 1.0))
-        edges = np.arange(len(names) + 1) - 0.5
+        edges = np.add.outer(np.arange(len(names)), [-0.4, 0.4]).ravel()
         axes.pcolormesh(
             times,
             edges,
@@ -44,6 +45,8 @@ def draw(history: History, path: str) -> None:
         elif index < len(times) - 1:
             axes.plot(*at, "X", color=MISSING, **sign)
     axes.set_yticks(range(len(names)), names, parse_math=False)  # a name may hold a $
+    axes.set_ylim(len(names) - 0.5, -0.5)  # the first one is at the top, as in the tables
+    axes.set_xlim(0.0, 1.02 * times[-1] or 1.0)  # so that no sign at the end is cut
     first, last = history.manifests[0].step, history.manifests[-1].step
     axes.set_xlabel(f"seconds, from {history.unit} {first} to {last}")
     signs = [
