@@ -81,11 +81,11 @@ def run_or_exit(config: Config) -> None:
     started = time.monotonic()
     keep_compiled_programs()
     with Signals(GO_ON, "Leaves after this step. A second Ctrl-C stops at once.") as signals:
-        with mistakes_said():
-            require_sensible(config)
-            run = prepare(config)
-            store = store_of(config)
         try:
+            with mistakes_said():
+                require_sensible(config)
+                run = prepare(config)
+                store = store_of(config)
             train(run, store, signals, started)
         except SwarmError as error:
             sys.exit(f"error: {error}")
@@ -99,6 +99,14 @@ def store_of(config: Config) -> Store:
     if config.key is None or config.owner is None:  # both, which is required
         return store
     return MembersOnly(store, config.key, config.owner, at_least=config.roster_at_least)
+
+
+def roster_of(store: Store) -> str:
+    """Names the members of a run for members only, and nobody in an open run."""
+    if not isinstance(store, MembersOnly):
+        return ""
+    names = ", ".join(member.name for member in store.roster.members().values())
+    return f"members only, roster {store.roster.number}: {names}"
 
 
 def keep_compiled_programs() -> None:
@@ -123,6 +131,8 @@ def train(run: Run, store: Store, signals: Signals, started: float) -> None:
     console.print(
         f"worker {member.worker} has slot {member.slot} of {member.slots} in {run.config.swarm}"
     )
+    if roster := roster_of(store):
+        console.print(roster)
     every = steps_of_a_round(config.optimizer, config.local_steps)
     overlaps = delay(config) and every > 1
     tokens = math.prod(run.batch_shape)
@@ -184,6 +194,8 @@ def train(run: Run, store: Store, signals: Signals, started: float) -> None:
             loss = metrics.loss / run.corpus.bytes_per_token
             if config.log_dir:
                 log.line(done, row(metrics, worker.number, checked, seconds, loss))
+            if (now := roster_of(store)) != roster:
+                bar.print(roster := now)
             alone = min(alone + 1, every - 1) if worker.number == number else 0
             if metrics.members and metrics.members != members:
                 members = metrics.members
