@@ -117,6 +117,11 @@ def how_it_ended(status: int) -> str:
 def main() -> None:
     own, rest = _split(sys.argv[1:])
     launch = tyro.cli(Launch, args=own, description=__doc__)
+    if launch.swarm and any(word.partition("=")[0] == "--key" for word in rest):
+        sys.exit(
+            "error: --key is given to all processes, but each needs a key of its own: start each "
+            "yourself, with train_lm.py --swarm."
+        )
     processes = start(rest, launch)
 
     def pass_on(number, _):

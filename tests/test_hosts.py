@@ -137,6 +137,14 @@ def test_one_of_four_is_killed_and_three_go_on(start, tmp_path):
     assert "parameters on 3 devices: bit-identical" in log.read_text()
 
 
+@pytest.mark.parametrize("key", [["--key", "paris.key"], ["--key=paris.key"]])
+def test_a_launcher_gives_no_key_to_several_processes(key):
+    line = [*LAUNCH, "--swarm", "run", "--", *key, "--owner", "owner.pub"]
+    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and not ended.stdout
+    assert re.fullmatch(r"error: --key .* a key of its own: start each yourself.*\n", ended.stderr)
+
+
 @pytest.mark.slow
 def test_one_of_a_swarm_is_killed_and_the_others_go_on(start, tmp_path):
     place, log = tmp_path / "place", tmp_path / "log"
