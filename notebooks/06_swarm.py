@@ -179,7 +179,8 @@ print(f"{right:.1%} of the held-out digits are read correctly")
 #
 # The store tells what happened. Its manifests name the packets that counted on each step, and when
 # that was decided. `demo-optax swarm FOLDER --picture life.png` prints and draws the same for
-# any run.
+# any open run. A run [for members only](../docs/how_to/swarm.md#members-only), in which each worker
+# has a key, also needs `--key` and `--owner`.
 
 # %%
 history = read_history(store)
