@@ -78,7 +78,7 @@ class MembersOnly(Store):
             seen = f"number {found.number}" if found else "none"
             raise SwarmError(
                 f"the owner's roster is needed, of number {max(at_least, 1)} or higher, but {seen} "
-                f"that {self.owner.name} signed is there: let the owner run `demo-optax swarm "
+                f"that {self.owner.name} signed is there: let the owner run `demo-optax "
                 "roster` for this place, and give the right --owner."
             )
         self.roster, self._secrets = found, found.secrets(self.key)
