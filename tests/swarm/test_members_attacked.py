@@ -329,7 +329,8 @@ def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_ba
     results = together([functools.partial(x.receive, 1) for x in (paris, rome)])
     assert all(sorted(x.packets) == [0, 1] and not x.swept for x in results)
     assert (
-        "a packet that counts in step 1, of " in said[-1] and "cannot be read since 1 s" in said[-1]
+        "a packet that counts in step 1, of " in said[-1]
+        and "cannot be read since 0.5 s" in said[-1]
     )
     decided = together([functools.partial(exchange, x, 2) for x in (paris, rome)])[0].manifest
     assert decided.lost == (2,) and paris.head(2) == rome.head(2)

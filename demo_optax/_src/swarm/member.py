@@ -173,7 +173,7 @@ class Member:
 
     @property
     def _patient_wait(self) -> float:
-        """Seconds before a step goes on without most: they may lack a packet for as long."""
+        """Seconds before a step goes on without most, who may lack a packet for half as long."""
         return max(PATIENT_DEADLINES * self.deadline, self._patience + self.deadline)
 
     @property
@@ -388,7 +388,7 @@ class Member:
         In an open run nobody asks what a snapshot follows.
         """
         with self._lock:
-            self._manifests, self.astray, self.turns = {}, None, {}
+            self._manifests, self.astray, self.turns, self._cut = {}, None, {}, 0
             self._prefetched, self._ahead = {}, []
             self._lost = {index.step - 1: index.lost} if index.lost else {}
             self._since = {index.step - 1: time.monotonic()}
@@ -397,9 +397,9 @@ class Member:
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:
             self._require_next(step, manifest)
-            self._manifests[step], self._hashes[step] = manifest, records.head(manifest)
-            self._lost.pop(step, None)
-            self._left -= manifest.members
+            self._manifests[step] = manifest
+            self._hashes.setdefault(step, records.head(manifest))  # or that of a snapshot
+            self._left = self._left - manifest.members
             self._since[step] = time.monotonic()
             self._steps.keep(step, manifest)
             for old in [n for n in self._manifests if n < step - 1]:
@@ -434,11 +434,13 @@ class Member:
             return False
         slots = self._slots_of(manifest)
         if not self._steps.follows(manifest, self._hashes.get(step - 1, manifest.previous)):
-            return self._goes_astray(step, {manifest.previous: slots})
+            return self._goes_astray(step, {manifest.previous: slots}, is_decided=True)
         if step - 1 in self._manifests and manifest.lost != self.lost(step - 1):
             return False
-        for slot in self._left_out(step, slots):
-            self._left |= self._steps.glance(step, self.head(step - 1), [slot]).left
+        for member in self._left_out(step, slots):
+            said = self._steps.glance(step, self.head(step - 1), [member[0]]).left
+            has_left = self.store.get(records.left_key(member)) is not None
+            self._left = self._left | said | ({member} if has_left else set())
         if not self._left_out(step, slots) and all(
             map(functools.partial(self._is_there, step), manifest.packets)
         ):
@@ -456,29 +458,36 @@ class Member:
         data = self.store.get(self._steps.key(step, packet)) or b""
         return records.sha256(self._steps.payload(data)) == packet.sha256
 
-    def _left_out(self, step: int, slots: Set[int]) -> set[int]:
+    def _left_out(self, step: int, slots: Set[int]) -> set[MemberId]:
         """Returns who is missing of those who counted and have not left, if most are.
 
         These are all since the last attested snapshot, so that they are not left out by halves.
         """
-        counted = self._steps.counted_since(self._cut, step)
-        counted -= {slot for slot, _ in self._left} - slots
-        return counted - slots if 2 * len(counted & slots) <= len(counted) else set()
+        left = {slot for slot, _ in self._left} - slots
+        counted = {x for x in self._steps.counted_since(self._cut, step) if x[0] not in left}
+        missing = {x for x in counted if x[0] not in slots}
+        return missing if 2 * len(missing) >= len(counted) else set()
 
-    def _goes_astray(self, step: int, sides: Mapping[str, Set[int]]) -> bool:
+    def _goes_astray(
+        self, step: int, sides: Mapping[str, Set[int]], is_decided: bool = False
+    ) -> bool:
         """Tells whether more members follow another head than this worker's own.
 
-        Who counted last is on its side unless he has signed for another one. If they are fewer, the
-        last manifest is put in place again, since theirs may stand there.
+        Who counted last is on its side unless he has signed for another one, or is silent for too
+        long. If they are fewer, the last manifest is put in place again, since theirs may stand
+        there. Of two equal sides the one goes on that has decided the step already.
         """
-        last, own = self._manifests.get(step - 1), self.head(step - 1)
-        others = {head: slots for head, slots in sides.items() if head != own}
-        if not others:
+        last, own, now = self._manifests.get(step - 1), self.head(step - 1), time.monotonic()
+        others = {head: slots - {self.slot} for head, slots in sides.items() if head != own}
+        if not any(others.values()):
             return False
         best = min(others, key=lambda head: (-len(others[head]), head))
-        same = (self._slots_of(last) if last else set()) - set().union(*others.values())
-        same |= sides.get(own, set())
-        if (-len(others[best]), best) > (-len(same), own):
+        same = {self.slot} | sides.get(own, set())
+        if last is not None and now - self._since.get(step - 1, now) < self._patient_wait:
+            left = {slot for slot, _ in self._left}
+            silent = {x for x in self._slots_of(last) if self._steps.has(step, x)} - left
+            same |= silent - set().union(*others.values())
+        if (-len(others[best]), best) > (-len(same), "~" if is_decided else own):
             if last is not None and self._replaced < step:
                 self._replaced = step
                 self._steps.replace(step - 1, last)
@@ -527,7 +536,7 @@ class Member:
             waits_for = {slot for slot, _ in missing}
             now = time.monotonic()
             waited, deadline = looked - started, self.deadline
-            self._left |= folder.left
+            self._left = self._left | folder.left
             if missing and self._left_out(step, {slot for slot, _ in arrived}):
                 deadline = self._patient_wait
             may_decide = self._steps.may_decide(step) and not self.is_unheard
@@ -554,6 +563,7 @@ class Member:
                     )
                 self.tell(f"{self.unit} {step}: {what}")
                 self._send_again(step)
+                self._steps.look_for_roster()
                 self.repeat()
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
@@ -578,18 +588,19 @@ class Member:
     def _may_replace(self, step: int, proposed: Manifest) -> bool:
         """Tells whether a manifest that this worker does not take may be written over.
 
-        One of its own side may not if as many have gone on from it, or this worker was not there.
-        Neither may one that names a roster which is not there yet.
+        It may not if as many have gone on from it as have not, or a roster that it names is not
+        there yet. One of its own side may not either if this worker did not count before.
         """
         if not self._steps.may_decide(step):
             return False
         with contextlib.suppress(Damaged):
             there = records.decode(Manifest, self._get(records.step_key("manifests", step)))
-            if self._steps.follows(there, proposed.previous):
-                last, gone_on = self._manifests.get(step - 1), self._steps.gone_on(step + 1)
-                counted = self._slots_of(last) - set(proposed.lost) if last else set()
-                others = self._slots_of(proposed) - gone_on
-                return self.slot in counted and len(gone_on) < len(others)
+            last = self._manifests.get(step - 1)
+            counted = self._slots_of(last) - set(proposed.lost) if last else {self.slot}
+            if self.slot not in counted and self._steps.follows(there, proposed.previous):
+                return False
+            gone_on = self._steps.gone_on(step + 1) - {self.slot}
+            return len(gone_on) < len(self._slots_of(proposed) - gone_on)
         return True
 
     def _decided(self, step: int) -> Manifest:
@@ -692,7 +703,7 @@ class Member:
             return f"a packet that counts in {self.unit} {step}, of {names},"
 
         try:
-            return self._retry(unread, attempt)
+            return self._retry(unread, attempt, 0.5 if self._steps.goes_on_without else 1.0)
         except SwarmError as error:
             if not self._steps.goes_on_without or (result := attempt(is_last=True)) is None:
                 raise
@@ -704,18 +715,20 @@ class Member:
             )
             return result
 
-    def _retry(self, what: Callable[[], str], attempt: Callable[[], T | None]) -> T:
+    def _retry(
+        self, what: Callable[[], str], attempt: Callable[[], T | None], share: float = 1.0
+    ) -> T:
         started, pause, told = time.monotonic(), 0.01, False
-        patience = self._patience
+        patience = share * self._patience
         while (result := attempt()) is None:
             self.end_if_leaving()
             waited = time.monotonic() - started
             if not told and waited > LOG_EVERY_SECONDS:
                 told = True
-                self.tell(f"{what()} cannot be read yet: waits for at most {patience:.0f} s")
+                self.tell(f"{what()} cannot be read yet: waits for at most {patience:g} s")
             if waited > patience:
                 raise SwarmError(
-                    f"{what()} cannot be read since {patience:.0f} s, or holds other bytes than "
+                    f"{what()} cannot be read since {patience:g} s, or holds other bytes than "
                     "its hash says. Make sure that the store is well, and start this worker again: "
                     "it joins from a snapshot."
                 )

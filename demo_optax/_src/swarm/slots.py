@@ -63,7 +63,7 @@ def _own(store: MembersOnly, worker: str, slots: int) -> MemberId:
 
 def last_claim(store: MembersOnly, slot: int) -> int:
     """Returns the incarnation of the last process that has claimed a member's slot, or 0."""
-    listed = [int(x) for x in store.names(f"slots/{slot:03d}") if x.isdecimal()]
+    listed = sorted(int(x) for x in store.names(f"slots/{slot:03d}") if x.isdecimal())
     signed = (n for n in reversed(listed) if store.get(records.claim_key((slot, n))) is not None)
     return next(signed, 0)
 

@@ -247,6 +247,7 @@ def _newest(store: Store) -> list[tuple[int, int | None]]:
     """Returns the steps and slots of all snapshots, the newest ones first."""
     found = filter(None, map(_INDEX.fullmatch, store.names("snapshots")))
     pairs = [(int(x[1]), int(x[2]) if x[2] else None) for x in found]
+    pairs = [(step, slot) for step, slot in pairs if step or slot is None]  # one begins a run
     return sorted(pairs, key=lambda pair: pair[0], reverse=True)
 
 

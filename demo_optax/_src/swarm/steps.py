@@ -21,7 +21,7 @@ from demo_optax._src.swarm.records import (
     StepFolder,
     SwarmError,
 )
-from demo_optax._src.swarm.slots import last_claim
+from demo_optax._src.swarm.slots import have_left, last_claim
 from demo_optax._src.swarm.store import Store, in_parallel, log
 
 ROSTER_SECONDS = 10.0  # between two looks for a roster of a higher number
@@ -52,8 +52,11 @@ class ListedSteps:
     def may_decide(self, step: int) -> bool:
         return True
 
-    def counted_since(self, first: int, step: int) -> set[int]:
+    def counted_since(self, first: int, step: int) -> set[MemberId]:
         return set()
+
+    def look_for_roster(self) -> None:
+        pass
 
     def begin(self, index: SnapshotIndex) -> dict[int, str]:
         return {index.step - 1: index.head} if index.head else {}
@@ -189,24 +192,29 @@ class SignedSteps:
 
     @property
     def roster(self) -> str:
-        """The newest roster, which this worker looks for from time to time."""
+        self.look_for_roster()
+        return self._store.roster.name
+
+    def look_for_roster(self) -> None:
+        """Looks for the newest roster from time to time."""
         if time.monotonic() - self._looked_for_roster > ROSTER_SECONDS:
             self._store.look_for_roster()
             self._looked_for_roster = time.monotonic()
-        return self._store.roster.name
 
     def has(self, step: int, slot: int) -> bool:
-        """Tells whether somebody may take part in a step, whom the owner may have taken out."""
-        return slot in self._store.members(step)
+        """Tells whether somebody is a member in a step, and has not been taken out since then."""
+        stayed, public = self._store.roster.members(), self._store.members(step).get(slot)
+        return public is not None and public == stayed.get(slot)
 
     def may_decide(self, step: int) -> bool:
         """Tells whether this worker is a member in a step, and nothing is missing."""
         return self.has(step, self._store.slot) and not self.missing
 
-    def counted_since(self, first: int, step: int) -> set[int]:
-        """Returns the slots that counted since the last attested snapshot, and are members yet."""
+    def counted_since(self, first: int, step: int) -> set[MemberId]:
+        """Returns who counted since the last attested snapshot, and is a member yet."""
         counted = [x for n, x in list(self.counted.items()) if first <= n < step]
-        return {slot for slot, _ in set().union(*counted)} & self._store.members(step).keys()
+        newest = dict(sorted(set().union(*counted)))
+        return {x for x in newest.items() if self.has(step, x[0])}
 
     def begin(self, index: SnapshotIndex) -> dict[int, str]:
         """Goes on from a snapshot, and returns the head of its step, by the step."""
@@ -249,33 +257,39 @@ class SignedSteps:
         """Returns the slots that nobody applied in a step, or None while this is not known.
 
         Those who counted sign it in the next step. Their larger side decides, against those who
-        have not signed yet and may lack what is ``missing`` here.
+        have not signed yet and may lack what is ``missing`` here. Of two equal sides the one goes
+        on that has decided the next step, or else the one that lacks more.
         """
-        later, slots = manifest.step + 1, {x.slot for x in manifest.packets}
-        sides: dict[tuple[int, ...], set[int]] = {}
-        try:
+        later, sent = manifest.step + 1, {x.slot: x.member for x in manifest.packets}
+        lacks, sides, following = tuple(sorted(missing)), {}, None
+        with contextlib.suppress(Damaged):
             following = records.decode(Manifest, read(records.step_key("manifests", later)))
+        if following is not None:
             head = records.head(manifest, following.lost)
             signed = {x.slot for x in following.packets if self._store.is_signed(later, x, head)}
-            sides[following.lost] = signed & slots
-        except Damaged:  # not decided yet
-            self.read_all(later, sorted(slots & self._store.members(later).keys()))
-            for slot, x in self._said.get(later, {}).items():
-                if slot in slots and x.mark is None and x.head == records.head(manifest, x.lost):
-                    sides.setdefault(x.lost, set()).add(slot)
+            away = [x for slot, x in sent.items() if slot not in signed]
+            if signed := signed & sent.keys():
+                others = len(away) - len(have_left(self._store, away))
+                return following.lost if len(signed) >= others else None
+        slots = [n for n in sent if self.has(later, n)]
+        self.read_all(later, self._open(later, slots))
+        for slot, x in list(self._said.get(later, {}).items()):
+            if slot in sent and x.mark is None and x.head == records.head(manifest, x.lost):
+                sides.setdefault(x.lost, set()).add(slot)
+        silent = sent.keys() - set().union(*sides.values())
 
-        def rank(lost: Collection[int], members: int) -> tuple[int, str]:
+        def rank(lost: tuple[int, ...], members: int) -> tuple[int, str]:
             return -members, records.head(manifest, lost)
 
-        others = len(slots.difference(*sides.values()))
-        best = min(sides, key=lambda lost: rank(lost, len(sides[lost])), default=())
-        is_known = sides and rank(best, len(sides[best])) <= rank(missing, others)
-        return best if is_known else None
+        best = min(sides, key=lambda lost: rank(lost, len(sides[lost])), default=None)
+        own = rank(lacks, len(silent | sides.get(lacks, set())))
+        return best if best is not None and rank(best, len(sides[best])) <= own else None
 
     def gone_on(self, step: int) -> set[int]:
         """Returns the slots of the members that have sent a packet in a later step."""
-        self.read_all(step, list(self._store.members(step)))
-        return {slot for slot, x in self._said.get(step, {}).items() if x.mark is None}
+        self.read_all(step, self._open(step, self._store.members(step)))
+        said = list(self._said.get(step, {}).items())
+        return {slot for slot, x in said if x.mark is None and self.has(step, slot)}
 
     def replace(self, step: int, manifest: Manifest) -> None:
         """Writes a manifest in place of one that this member's side does not believe."""
@@ -289,19 +303,20 @@ class SignedSteps:
 
     def folder(self, step: int, head: str) -> StepFolder:
         """Returns what is known of a step; nobody waits for members with another head."""
-        said = self._said.get(step, {}).values()
+        said = list(self._said.get(step, {}).values())
         marked = {
             mark: frozenset(x.packet.member for x in said if x.mark == mark)
             for mark in MARKS.values()
         }
-        packets = {x.packet.slot: x.packet for x in said if x.mark is None and x.head == head}
+        sent = [x.packet for x in said if x.mark is None and x.head == head]
+        packets = {x.slot: x for x in sent if self.has(step, x.slot)}
         elsewhere = {x.packet.member for x in said if x.mark is None and x.head != head}
         return StepFolder(packets, marked["here"], marked["left"] | elsewhere, frozenset())
 
     def sides(self, step: int) -> Mapping[str, set[int]]:
         """Returns the slots of the members that sent a packet, by the head that it follows."""
         sides: dict[str, set[int]] = {}
-        for slot, said in self._said.get(step, {}).items():
+        for slot, said in list(self._said.get(step, {}).items()):
             if said.mark is None:
                 sides.setdefault(said.head, set()).add(slot)
         return sides
