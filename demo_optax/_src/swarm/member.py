@@ -6,7 +6,6 @@ count. A worker proposes one as soon as it has all packets it waits for, or has 
 
 import collections
 import contextlib
-import functools
 import statistics
 import threading
 import time
@@ -434,16 +433,16 @@ class Member:
             return False
         slots = self._slots_of(manifest)
         if not self._steps.follows(manifest, self._hashes.get(step - 1, manifest.previous)):
-            return self._goes_astray(step, {manifest.previous: slots}, is_decided=True)
+            sides = {**self._steps.sides(step), manifest.previous: slots}
+            return self._goes_astray(step, sides, is_decided=True)
         if step - 1 in self._manifests and manifest.lost != self.lost(step - 1):
             return False
         for member in self._left_out(step, slots):
             said = self._steps.glance(step, self.head(step - 1), [member[0]]).left
             has_left = self.store.get(records.left_key(member)) is not None
             self._left = self._left | said | ({member} if has_left else set())
-        if not self._left_out(step, slots) and all(
-            map(functools.partial(self._is_there, step), manifest.packets)
-        ):
+        are_there = all(self._is_there(step, packet) for packet in manifest.packets)
+        if are_there and not self._left_out(step, slots):
             return True
         now = time.monotonic()
         if now - self._since.setdefault(step - 1, now) < self._patient_wait:
