@@ -276,6 +276,22 @@ def unsigned_snapshot():
         snapshots.read_newest(store, leaves)
 
 
+def manifest_that_leads_elsewhere():
+    with owned("paris") as (folder, place, _):
+        store = MembersOnly(place, f"{folder}/paris.key", f"{folder}/owner.pub")
+        Member(store).exchange(0, b"a packet")
+        index = snapshots.write(store, 1, [np.ones(2, np.float32)], slot=0, head=HASH)
+        list(snapshots._counted(store, index, {}))
+
+
+def two_processes_with_one_key():
+    with owned("paris") as (folder, place, _):
+        files = f"{folder}/paris.key", f"{folder}/owner.pub"
+        older, _ = (Member(MembersOnly(place, *files)) for _ in range(2))
+        older._steps._looked_for_itself = -np.inf
+        older.exchange(0, b"a packet")
+
+
 def member_without_a_key():
     with owned("paris") as (_, place, _):
         Member(place, "paris")
@@ -321,6 +337,8 @@ RAISED = [
     lambda: as_member(slots=1),
     lambda: as_member(change=["paris"]),
     unsigned_snapshot,
+    manifest_that_leads_elsewhere,
+    two_processes_with_one_key,
     member_without_a_key,
     lambda: run_command("swarm FOLDER/run"),
     lambda: run_command(

@@ -139,7 +139,7 @@ def _counted(
         signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)
         follows = manifest.step == step and records.head(manifest, lost) == head
         if not follows or len(manifest.packets) < store.min_workers or not all(signed):
-            raise Damaged(f"the manifest of step {step} does not lead to {index.file!r}.")
+            raise Damaged(f"{index.file!r} must follow from the manifest of step {step}.")
         head, lost = manifest.previous, manifest.lost
         yield manifest.members
 

@@ -357,8 +357,8 @@ class SignedSteps:
         self._looked_for_itself = time.monotonic()
         if last_claim(self._store, me[0]) > me[1]:
             raise SwarmError(
-                f"another process uses the key of {self._store.key.name} now: stop one of them, "
-                "since each process needs a key of its own."
+                f"another process uses the key of {self._store.key.name!r} now: stop one of them, "
+                "and give each process a key of its own."
             )
 
     def has_ended(self, step: int, me: MemberId) -> bool:
