@@ -303,7 +303,7 @@ def test_of_two_processes_with_one_key_the_older_one_ends(run, monkeypatch):
     assert twin.incarnation > paris.incarnation
     twin.receive(0)
     monkeypatch.setattr(steps, "LOOK_SECONDS", 0.0)
-    with pytest.raises(SwarmError, match="another process uses the key of .paris. now: stop one"):
+    with pytest.raises(SwarmError, match="another process uses the key of 'paris' now: stop one"):
         exchange(paris, 1)
     assert twin.me in everybody([twin, rome], 1)[0].manifest.members
 
