@@ -1,6 +1,7 @@
 """Members that lack a packet, lie or come back: which side goes on, and how all others join it."""
 
 import functools
+import time
 
 import numpy as np
 import pytest
@@ -140,6 +141,20 @@ def test_no_member_writes_another_beginning_of_a_run_that_has_begun(run):
     snapshots.write(liar, 0, [np.full(4, 666, np.float32)], slot=2, roster=liar.roster.name)
     index, leaves = snapshots.read_newest(run.store("rome"), [np.zeros(4, np.float32)])
     assert index == first and leaves[0].tolist() == ones[0].tolist()
+
+
+def test_who_left_and_came_back_is_waited_for_again_when_it_dies(run):
+    paris, rome = run.members("paris", "rome", deadline=0.2)
+    everybody([paris, rome], 0)
+    rome.leave(1)
+    exchange(paris, 1)
+    again = run.member("rome", deadline=0.2)
+    for step in 0, 1:
+        again.receive(step)
+    everybody([paris, again], 2)
+    started = time.monotonic()
+    assert sorted(exchange(paris, 3).packets) == [0]
+    assert time.monotonic() - started >= paris._patient_wait > 1
 
 
 def test_claims_are_compared_as_numbers(run):

@@ -398,7 +398,8 @@ class Member:
             self._require_next(step, manifest)
             self._manifests[step] = manifest
             self._hashes.setdefault(step, records.head(manifest))  # or that of a snapshot
-            self._left = self._left - manifest.members
+            counted = self._slots_of(manifest)  # whatever earlier processes of theirs have said
+            self._left = {member for member in self._left if member[0] not in counted}
             self._since[step] = time.monotonic()
             self._steps.keep(step, manifest)
             for old in [n for n in self._manifests if n < step - 1]:
