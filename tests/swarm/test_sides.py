@@ -148,12 +148,14 @@ def test_who_left_and_came_back_is_waited_for_again_when_it_dies(run):
     everybody([paris, rome], 0)
     rome.leave(1)
     exchange(paris, 1)
+    exchange(paris, 2)
     again = run.member("rome", deadline=0.2)
-    for step in 0, 1:
+    for step in range(3):
         again.receive(step)
-    everybody([paris, again], 2)
+    again.send(3, b"rome  in 3")
+    assert sorted(exchange(paris, 3).packets) == [0, 1]
     started = time.monotonic()
-    assert sorted(exchange(paris, 3).packets) == [0]
+    assert sorted(exchange(paris, 4).packets) == [0]
     assert time.monotonic() - started >= paris._patient_wait > 1
 
 
