@@ -1,15 +1,18 @@
 """Members that lack a packet, lie or come back: which side goes on, and how all others join it."""
 
 import functools
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from demo_optax._src.swarm import records, snapshots
-from demo_optax._src.swarm.records import SnapshotIndex
+from demo_optax._src.swarm.records import PacketRef, SnapshotIndex
 from demo_optax._src.swarm.slots import last_claim
-from tests.members import Run, everybody, exchange, physical, signed_manifest
+from demo_optax.swarm import Member
+from tests.members import NAMES, Run, everybody, exchange, physical, signed_manifest
 from tests.swarms import together
 
 
@@ -157,6 +160,218 @@ def test_who_left_and_came_back_is_waited_for_again_when_it_dies(run):
     started = time.monotonic()
     assert sorted(exchange(paris, 4).packets) == [0]
     assert time.monotonic() - started >= paris._patient_wait > 1
+
+
+def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_back(run):
+    said = []
+    paris, rome, _ = joined = run.members(deadline=5.0, tell=said.append)
+    everybody(joined, 0)
+    refs = send_all(run, joined, 1)
+    gone, hidden = hide(run, joined[2], 1, refs[2])
+    results = together([functools.partial(x.receive, 1) for x in (paris, rome)])
+    assert all(sorted(x.packets) == [0, 1] and not x.swept for x in results)
+    assert (
+        "a packet that counts in step 1, of " in said[-1]
+        and "cannot be read since 0.5 s" in said[-1]
+    )
+    decided = together([functools.partial(exchange, x, 2) for x in (paris, rome)])[0].manifest
+    assert decided.lost == (2,) and paris.head(2) == rome.head(2)
+    run.anybody.put(gone, hidden)
+    late = run.member("oslo")
+    late.receive(0)
+    assert sorted(late.receive(1).packets) == [0, 1]
+    assert late.receive(2).manifest == decided and late.head(2) == paris.head(2)
+
+
+def test_packets_that_are_gone_after_the_decision_are_put_back_by_who_sent_them(run, monkeypatch):
+    """Each has its own packet alone when all of them are deleted."""
+    joined = run.members(deadline=30.0, min_workers=3)
+    everybody(joined, 0)
+    read, waiting = Member._read, threading.Barrier(3, action=lambda: delete())
+
+    def delete():
+        run.anybody.delete(physical(run, "packets/00000001"))
+
+    def decided_unread(member, step, packets, size=None):
+        packets = list(packets)
+        if step == 1 and size is None and member not in seen:  # it fetches, and was told by others
+            seen.append(member)
+            member._packets = {x: y for x, y in member._packets.items() if x.member == member.me}
+            member._steps._said[1] = {member.slot: member._steps._said[1][member.slot]}
+            waiting.wait(timeout=20)
+        return read(member, step, packets, size)
+
+    seen: list[Member] = []
+    monkeypatch.setattr(Member, "_read", decided_unread)
+    results = everybody(joined, 1)
+    assert len(seen) == 3 and all(len(x.packets) == 3 for x in results)
+    assert len({x.head(1) for x in joined}) == 1 and not any(x.lost(1) for x in joined)
+
+
+def test_who_cannot_read_what_most_have_applies_nothing_else(run):
+    said = []
+    paris, rome, oslo = joined = run.members(deadline=0.2, tell=said.append)
+    everybody(joined, 0)
+    refs = send_all(run, joined, 1)
+    for member in paris, rome:
+        assert len(member.receive(1).packets) == 3
+    gone, hidden = hide(run, paris, 1, refs[0])
+    together([functools.partial(exchange, x, 2) for x in (paris, rome)])
+    result = oslo.receive(1)
+    assert (
+        oslo.astray
+        and result.swept
+        and "Most members have it: this worker goes back to a snapshot" in said[-1]
+    )
+    run.anybody.put(gone, hidden)
+    oslo.astray = None
+    assert len(oslo.receive(1).packets) == 3 and oslo.head(1) == paris.head(1)
+
+
+def test_who_wakes_up_late_decides_nothing_again_from_which_another_has_gone_on(run):
+    paris, rome = run.members("paris", "rome", deadline=0.3)
+    everybody([paris, rome], 0)
+    rome.send(1, b"rome  in 1")  # and stands still
+    for step in 1, 2, 3:
+        exchange(paris, step)
+    written = {name: run.anybody.get(name) for name in physical(run, "manifests")}
+    assert sorted(paris.manifest(2).members) == [paris.me]
+    rome._agree(1, rome.manifest(0).members, 10, time.monotonic())
+    for step in 2, 3:
+        assert exchange(rome, step).manifest == paris.manifest(step) and not rome.astray
+    assert written == {name: run.anybody.get(name) for name in physical(run, "manifests")}
+
+
+def test_who_wants_more_workers_than_others_does_not_decide_their_steps_again(run):
+    paris, oslo = run.members("paris", "oslo", deadline=0.3)
+    rome = run.member("rome", deadline=0.3, min_workers=3)
+    everybody([paris, rome, oslo], 0)
+    for step in 1, 2:
+        together([functools.partial(exchange, x, step) for x in (paris, oslo)])
+    written = {name: run.anybody.get(name) for name in physical(run, "manifests")}
+    assert exchange(rome, 1).swept and "go" in rome.astray
+    assert written == {name: run.anybody.get(name) for name in physical(run, "manifests")}
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("is_back", [True, False])
+def test_of_two_equal_sides_the_one_that_lacks_a_packet_goes_on(run, least, is_back):
+    paris, rome = run.members("paris", "rome", deadline=0.2, min_workers=least)
+    everybody([paris, rome], 0)
+    refs = send_all(run, [paris, rome], 1)
+    paris.receive(1)
+    gone, hidden = hide(run, paris, 1, refs[0])
+    assert rome.receive(1).members == ("rome",)
+    if is_back:
+        run.anybody.put(gone, hidden)
+
+    def go_on_again():
+        assert exchange(paris, 2).swept and "1 members go on from another step 1" in paris.astray
+        paris._manifests, paris.astray = {}, None
+        paris._hashes = {-1: paris._steps.origin}
+        for step in 0, 1:
+            paris.receive(step)
+        return exchange(paris, 2)
+
+    results = together([go_on_again, functools.partial(exchange, rome, 2)])
+    assert paris.head(1) == rome.head(1) and paris.lost(1) == rome.lost(1) == (0,)
+    assert results[0].manifest == results[1].manifest and not results[0].swept
+
+
+def test_who_lists_a_packet_that_nobody_can_read_delays_one_step_in_ten(run):
+    paris, rome, oslo = run.members(deadline=0.3)
+    everybody([paris, rome, oslo], 0)
+    slots = []
+    for step in range(1, 5):
+        head, lost = paris.head(step - 1), paris.lost(step - 1)
+        ref = oslo.store.sign(step, PacketRef(*oslo.me, records.sha256(b"never")), head)
+        refs = [x.send(step, f"{x.worker:5} in {step}".encode()) for x in (paris, rome)]
+        name, data = signed_manifest(run, "oslo", step, [*refs, ref], head, lost=lost)
+        run.anybody.put(name, data)
+        both = together([functools.partial(exchange, x, step) for x in (paris, rome)])
+        slots.append(sorted(x.slot for x in both[0].manifest.packets))
+        assert paris.head(step) == rome.head(step)
+    assert slots == [[0, 1, 2], [0, 1], [0, 1], [0, 1]]
+
+
+def test_who_goes_on_from_a_snapshot_knows_what_was_lost_before(run):
+    paris = run.member("paris")
+    file, head, named = f"snapshots/00000005/{'0' * 32}", "a" * 64, run.roster().name
+    index = records.SnapshotIndex(5, file, 1, "0" * 64, "0" * 64, head, 0, named, (2,))
+    paris.go_on_from(index)
+    assert paris.lost(4) == (2,) and paris.head(4) == head
+
+
+def test_packets_that_somebody_deletes_before_the_decision_are_sent_again(run, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.1)
+    said = []
+    paris, rome = run.members("paris", "rome", deadline=0.3, min_workers=2, tell=said.append)
+    everybody([paris, rome], 0)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(exchange, paris, 1)
+        while paris.last_sent != 1:
+            time.sleep(0.01)
+        run.anybody.delete(physical(run, "packets/00000001"))
+        time.sleep(0.3)
+        both = exchange(rome, 1).manifest, waiting.result(timeout=10).manifest
+    assert both[0] == both[1] and sorted(both[0].members) == sorted([paris.me, rome.me])
+    assert "step 1: this worker's packet is gone, and is sent again" in said
+
+
+@pytest.mark.parametrize(("names", "least"), [(NAMES, 1), (NAMES[:2], 2)])
+def test_who_decides_with_a_packet_that_is_gone_sends_it_again(run, monkeypatch, names, least):
+    """Somebody deletes what all send in a step, until one of them has noticed."""
+    monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.4)
+    said, put, create = [], run.anybody.put, run.anybody.create
+
+    def losing(write):
+        def attempt(key, data):
+            result = write(key, data)
+            if key.startswith("packets/00000001/") and not said:
+                run.anybody.delete([key])
+            return result
+
+        return attempt
+
+    def tell(line):
+        said.extend([line] if "is sent again" in line else [])
+
+    def go_on(member):
+        return exchange(member, 1), member.head(1), exchange(member, 2)
+
+    all_of_them = run.members(*names, deadline=0.1, min_workers=least, tell=tell)
+    everybody(all_of_them, 0)
+    monkeypatch.setattr(run.anybody, "put", losing(put))
+    monkeypatch.setattr(run.anybody, "create", losing(create))
+    (first, head, _), *others = together([functools.partial(go_on, x) for x in all_of_them])
+    assert said and len(first.packets) == len(first.manifest.packets) >= least
+    assert all((x.packets, of_x) == (first.packets, head) for x, of_x, _ in others)
+
+
+def test_with_two_against_two_the_side_that_goes_on_puts_its_manifest_in_place_again(tmp_path):
+    run = Run(tmp_path, ["paris", "rome", "oslo", "lima"])
+    joined = run.members("paris", "rome", "oslo", "lima", deadline=1.0)
+    everybody(joined, 0)
+    refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
+    decided = {}
+    for name, packets in ("paris", refs[:3]), ("lima", refs[1:]):
+        key, data = signed_manifest(run, name, 1, packets, joined[0].head(0))
+        run.anybody.put(key, data)
+        manifest = run.member(name).store.get("manifests/00000001")
+        decided[records.head(records.decode(records.Manifest, manifest))] = data
+    first, second = joined[:2], joined[2:]
+    losing = max(decided)
+    for head, data in decided.items():
+        run.anybody.put(key, data)
+        for member in second if head == losing else first:
+            assert member.receive(1).manifest is not None and member.head(1) == head
+    run.anybody.put(key, decided[losing])
+    results = together([functools.partial(exchange, x, 2) for x in joined])
+    assert [x.swept for x in results] == [False, False, True, True]
+    late = run.member("oslo")
+    for step in range(2):
+        late.receive(step)
+    assert late.head(1) == first[0].head(1) and late.receive(2).manifest == first[0].manifest(2)
 
 
 def test_claims_are_compared_as_numbers(run):
