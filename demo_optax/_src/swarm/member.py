@@ -134,11 +134,11 @@ class Member:
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._lost: dict[int, tuple[int, ...]] = {}  # slots that nobody applied, by step
-        self._cut = 0  # the last step that went on without most
+        self._cut = 0  # the last step that went on without most of those who counted
         self._replaced = -1  # the last step in which others had another one before
-        self.repeat: Callable[[], object] = lambda: None  # what others may have lost meanwhile
+        self.repeat: Callable[[], object] = lambda: None  # says again what somebody may delete
         self._left: set[MemberId] = set()  # members that said that they leave
-        self._vain: dict[int, int] = {}  # the last step in which a slot announced itself in vain
+        self._vain: dict[int, int] = {}  # the last step in which others waited for a slot in vain
         self._packets: dict[PacketRef, bytes] = {}  # of the current step
         self._sent: dict[int, tuple] = {}  # its own last two: what `send` of the steps takes
         self._prefetched: dict[str, bytes] = {}
@@ -568,7 +568,7 @@ class Member:
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
     def _is_in_vain(self, step: int, slot: int) -> bool:
-        """Tells whether a member has announced itself lately, and then sent nothing."""
+        """Tells whether others have lately waited in vain for what a member announced or listed."""
         return step - self._vain.get(slot, step) in range(1, self._steps.vain_steps)
 
     def _propose(self, step: int, packets: list[PacketRef]) -> Manifest | None:
