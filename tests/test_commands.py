@@ -314,7 +314,7 @@ def test_a_worker_gets_a_key_and_its_owner_or_neither(flags):
 def test_a_key_replaces_no_file(there, printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pathlib.Path(there).write_text("kept")
-    said = f"error: {there} is there already: give another name, or take both files away"
+    said = f"error: The file '{there}' is there already: give another name, or take both files away"
     with pytest.raises(SystemExit, match=said):
         printed("key paris")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]

@@ -251,7 +251,7 @@ def test_every_message_shows_what_was_given_and_says_what_to_do(monkeypatch):
     assert not missing, "no cause for these"
     for message in messages.values():
         assert not re.search(r"\{[a-z_]+(\[\d+\])?(![rs])?\}", message), f"not formatted: {message}"
-        assert re.search(r"['\"\[({]|\d|folder", message), message
+        assert re.search(r"['\"\[({/]|\d|folder", message), message
         assert re.search(
             r"[Mm]ake |[Gg]ive |[Uu]se |must |[Rr]estore |[Ll]eave |[Cc]all |[Tt]ake |[Ss]ave |"
             r"accumulate |pass |choose |report |install |name|are named by",

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> None:
     files = f"{args.name}.key", f"{args.name}.pub"
     for file in filter(os.path.lexists, files):
         raise FileExistsError(
-            f"{file} is there already: give another name, or take both files away."
+            f"The file {file!r} is there already: give another name, or take both files away."
         )
     public = seals.make_key(files[0], args.name)
     pathlib.Path(files[1]).write_text(public.line + "\n")
