@@ -219,10 +219,11 @@ class Momentum:
         weight = 1 - self.decay if self.gradient_weight is None else self.gradient_weight
         weight: Any = checks.evaluate_schedule("gradient_weight", weight, step)
         sharded = axes.sharded_axes_in(extra_args)
-        participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
-        participates &= jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
-        participates &= jnp.isfinite(self.decay) & ~state.sent
-        participates &= state.format == word_of(plan.stored)
+        allowed = jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
+        allowed &= jnp.isfinite(self.decay) & ~state.sent & (state.format == word_of(plan.stored))
+        participates = participation.decide(
+            gradient, exchange.axis_name, extra_args, sharded, allowed
+        )
 
         # Precondition: each worker may have a second moment of its own
         initial = self.precondition.init(gradient if params is None else params)

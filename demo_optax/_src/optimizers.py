@@ -350,15 +350,15 @@ def scale_by_signed_root() -> optax.GradientTransformationExtraArgs:
         del params
         checks.real_leaves("gradient", updates)
         leaves, structure = jax.tree.flatten(updates)
-        sums = [
-            jnp.stack([jnp.sum(jnp.abs(u)), jnp.sum(jnp.square(u))]) for u in map(upcast, leaves)
-        ]
+        wide = list(map(upcast, leaves))
+        sums = [jnp.sum(f(u)) for f in (jnp.abs, jnp.square) for u in wide]
         over = list(map(axes.axes_of, axes.specs_of_leaves(updates, extra_args)))
-        return structure.unflatten(map(step, leaves, sum_over_shards(sums, over))), state
+        sums = sum_over_shards(sums, 2 * over)
+        totals, squares = sums[: len(wide)], sums[len(wide) :]
+        return structure.unflatten(map(step, leaves, totals, squares)), state
 
-    def step(update, sums):
-        total, squares = sums
-        mean = squares / jnp.where(total > 0, total, 1.0)
+    def step(update, total, squares):
+        mean = squares / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
         u = upcast(update)
         relative = jnp.abs(u) / jnp.where(mean > 0, mean, 1.0)
         return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)

@@ -44,22 +44,21 @@ def decide(
     axis_name: AxisName,
     extra_args: Mapping[str, Any] = MappingProxyType({}),
     sharded: tuple[str, ...] = (),
+    allowed: BoolScalar | bool = True,
 ) -> BoolScalar:
     """Tells whether this worker participates with a gradient, the same on all of its devices.
 
-    A train step may already have excluded the worker by ``extra_args``. ``sharded`` are the axes
-    along which the worker's devices hold shards; it is needed only where the types carry no
-    varying-axes (VMA) information.
+    A train step may already have excluded the worker by ``extra_args``, and the caller by
+    ``allowed``. ``sharded`` are the axes along which the worker's devices hold shards; it is needed
+    only where the types carry no varying-axes (VMA) information.
     """
     checks.real_leaves("gradient", gradient)
     energies = [energy([x]) for x in jax.tree.leaves(gradient)]
-    # Of a sum of the energies, XLA would repeat all additions wherever the flag is used.
-    finite = jnp.isfinite(jnp.array(energies, jnp.float32)).all()
-    participates = axes.on_all_devices(finite, axis_name, sharded)
-    if PARTICIPATES in extra_args:
-        given = jnp.asarray(extra_args[PARTICIPATES])
-        participates &= axes.on_all_devices(given, axis_name, sharded)
-    return participates
+    # Of a sum of the energies, or of a conjunction of scalars, XLA would repeat all operations
+    # wherever the flag is used.
+    allowed &= jnp.asarray(extra_args.get(PARTICIPATES, True))
+    finite = (jnp.isfinite(jnp.array(energies, jnp.float32)) & allowed).all()
+    return axes.on_all_devices(finite, axis_name, sharded)
 
 
 def all_finite(tree: Any) -> BoolScalar:

@@ -43,10 +43,11 @@ def unpack_bits(words: UInt32[Array, "words"], bits: int, count: int) -> UInt32[
         return jnp.zeros(count, jnp.uint32)
     period, word, shift = _period(bits)
     words = jnp.pad(words, (0, -words.size % period)).reshape(-1, period)
-    low = words[:, word] >> shift
-    high = jnp.where(shift > 0, words[:, np.minimum(word + 1, period - 1)] << (32 - shift) % 32, 0)
-    fields = (low | high) & np.uint32((1 << bits) - 1)
-    return fields.reshape(-1)[:count]
+    fields = words[:, word] >> shift
+    if period > 1:  # some fields begin in one word and end in the next
+        high = words[:, np.minimum(word + 1, period - 1)] << (32 - shift) % 32
+        fields |= jnp.where(shift > 0, high, 0)
+    return (fields & np.uint32((1 << bits) - 1)).reshape(-1)[:count]
 
 
 def _period(bits: int) -> tuple[int, Int64[np.ndarray, "fields"], UInt32[np.ndarray, "1 fields"]]:

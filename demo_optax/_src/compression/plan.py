@@ -315,18 +315,16 @@ _SMALLEST_PART = 2**20  # elements; the programs of a smaller part cost more tha
 def _part_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the start and stop (exclusive) of the tensors of each part.
 
-    There are about as many parts of about equal size as the square root of the number of tensors,
-    so that both the temporary memory and the program of a larger model grow slowly. Only the last
-    may be smaller than `_SMALLEST_PART`.
+    The number of parts grows a little faster than the square root of that of the tensors, so that
+    both the temporary memory and the program of a larger model grow slowly. A tensor belongs to the
+    part in which its middle lies if all elements are divided evenly.
     """
-    target = max(sum(sizes) / max(round(math.sqrt(len(sizes))), 1), _SMALLEST_PART)
-    bounds, start, size = [], 0, 0
-    for number, elements in enumerate(sizes):
-        if size and size + elements / 2 > target:
-            bounds.append((start, number))
-            start, size = number, 0
-        size += elements
-    return [*bounds, (start, len(sizes))]
+    total = sum(sizes)
+    parts = max(min(round(len(sizes) ** 0.6), total // _SMALLEST_PART), 1)
+    middles = [end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+    part_of = [min(int(middle * parts / max(total, 1)), parts - 1) for middle in middles]
+    members = [list(own) for _, own in itertools.groupby(range(len(sizes)), part_of.__getitem__)]
+    return [(own[0], own[-1] + 1) for own in members] or [(0, 0)]
 
 
 def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:

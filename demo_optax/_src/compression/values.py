@@ -170,10 +170,10 @@ class Quantiser:
         scaled = jnp.where(scale > 0, values / scale, 0.0)
         if len(levels) == levels[-1] - levels[0] + 1:  # all integers in between
             below = jnp.floor(scaled).astype(jnp.int32) - levels[0]
+            below = jnp.clip(below, 0, len(levels) - 2)
         else:
-            ascending = jnp.asarray(levels, jnp.float32)
-            below = jnp.searchsorted(ascending, scaled, side="right", method="compare_all") - 1
-        below = jnp.clip(below, 0, len(levels) - 2)
+            inner = jnp.asarray(levels[1:-1], jnp.float32)
+            below = jnp.searchsorted(inner, scaled, side="right", method="compare_all")
         low, high = map(self._level, (below, below + 1))
         # Ties are broken alternately up and down, so that exact zeros do not all become the same
         # level in a coding that has no level at zero.
