@@ -102,6 +102,11 @@ def after(arrays: Sequence[jax.Array], tree: Any) -> Any:
     )
 
 
+def largest(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the largest of the arrays that vary over the same axes, for each set of axes."""
+    return list({varying(x): x for x in sorted(arrays, key=lambda x: x.size)}.values())
+
+
 def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:
     """Returns two branches for ``jax.lax.cond`` whose results vary over the same axes."""
     one, other = (jax.jit(fn, inline=True) for fn in (one, other))  # so that each is traced once

@@ -261,7 +261,9 @@ class Momentum:
             momenta = part.add(momenta, _rows(message, [-factor] * len(sections)))
             rows = list(zip(*selected, message.values, coded, strict=True))
             bits = part.random_bits(_seeds(plan, step, worker, 0), specs)
-            return energy, restarted, rows, part.pack(jax.tree.map(rounded, momenta, bits))
+            # If the next part waited for one of these only, XLA would round the others later.
+            new = part.pack(jax.tree.map(rounded, momenta, bits))
+            return (energy, restarted, rows, new), new
 
         specs = axes.specs_of_leaves(gradient, extra_args)
         energies, restarted, rows, momentum = zip(
@@ -273,10 +275,11 @@ class Momentum:
             ),
             strict=True,
         )
-        # XLA then writes the new state over the old one, which the gradients of all parts need.
-        new = participation.choose(participates, axes.after(momentum[-1], new), old)
+        # XLA writes the new state over the old one, which the gradients of all parts need, once it
+        # knows that no block was reset.
         finite = jnp.sum(jnp.stack(restarted)) == 0
         finite = axes.on_all_devices(finite, exchange.axis_name, sharded)
+        new = participation.choose(participates, new, old)
         precondition = participation.choose_state(finite, new, initial)
         positions, chosen, decoded, coded = list(zip(*plan.join(rows), strict=True)) or [()] * 4
         message = Message(positions, decoded)
@@ -338,7 +341,8 @@ class Momentum:
         def put_back(number: Any, momentum):
             def put_back_part(part: Part, rows, stored):
                 bits = part.random_bits(_seeds(plan, state.count, worker, 1 + number), specs)
-                return part.add_to_stored(stored, rows, bits, new_basis)
+                new = part.add_to_stored(stored, rows, bits, new_basis)
+                return new, axes.largest(new)
 
             rows = plan.split_rows(_rows(outbox.message, returned))
             parts = plan.map_parts(put_back_part, rows, plan.per_part(momentum))
@@ -348,7 +352,8 @@ class Momentum:
             def advance_part(part: Part, stored):
                 bits = part.random_bits(_seeds(plan, state.count, worker, number), specs)
                 momenta = part.unpack(stored, state.count)
-                return part.pack(jax.tree.map(rounded, momenta, bits))
+                new = part.pack(jax.tree.map(rounded, momenta, bits))
+                return new, axes.largest(new)
 
             return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
 
@@ -359,7 +364,8 @@ class Momentum:
 
         def invert(part: Part, means):
             # Inverse: u = T^-1(q_bar)
-            return part.inverse([mean.dense() for mean in means], outbox.step)
+            tensors = part.inverse([mean.dense() for mean in means], outbox.step)
+            return tensors, axes.largest(tensors)
 
         means = plan.split_rows(aggregate.mean, axis=1)
         updates = jax.tree.map(in_dtype_of, _as_tree(like, plan.map_parts(invert, means)), like)
@@ -381,7 +387,8 @@ class Momentum:
         def invert(part: Part, stored, rows):
             momenta = part.unpack(stored)
             momenta = part.add(momenta, rows) if outbox else momenta
-            return part.inverse(momenta, step)
+            tensors = part.inverse(momenta, step)
+            return tensors, axes.largest(tensors)
 
         factors = [outbox.factor] * len(plan.sections) if outbox else []
         rows = plan.split_rows(_rows(outbox.message, factors)) if outbox else [()] * len(plan.parts)

@@ -81,7 +81,7 @@ def is_intact(
     finite = []
     for tree in state, initial:
         leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        largest = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
+        largest = [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in leaves if x.size]
         finite.append(jnp.isfinite(jnp.array(largest, jnp.float32)))
     intact = (finite[0] | ~finite[1]).all()
     return axes.on_all_devices(intact, axis_name, sharded)

@@ -223,18 +223,14 @@ class Plan:
     ) -> list[Any]:
         """Calls ``stage(part, *its_arguments)`` for one part after another, and ``after`` arrays.
 
-        The arguments of a part, one tree of each, depend on the largest float array among the
-        previous part's results, one for each set of axes over which they vary. So XLA neither holds
-        the temporary arrays of all parts in memory nor merges their products.
+        A stage returns its results, and arrays that are computed before the next part's arguments,
+        one tree of each, are used. So XLA neither holds the temporary arrays of all parts in memory
+        nor merges their products.
         """
-        results, previous = [], after
+        results = []
         for part, *trees in zip(self.parts, *arguments, strict=True):
-            results.append(stage(part, *axes.after(previous, trees)))
-            floats = [
-                x for x in jax.tree.leaves(results[-1]) if jnp.issubdtype(x.dtype, jnp.floating)
-            ]
-            largest = {axes.varying(x): x for x in sorted(floats, key=lambda x: x.size)}
-            previous = list(largest.values())
+            result, after = stage(part, *axes.after(after, trees))
+            results.append(result)
         return results
 
     def per_part(self, tree: Any) -> list[list[Any]]:
