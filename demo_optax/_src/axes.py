@@ -78,9 +78,9 @@ def as_varying(tree, axis_name: AxisName):
     return jax.tree.map(cast, tree) if manual else tree
 
 
-def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
-    """Types ``x`` as varying over the axes of ``reference``, as a scan's first carry must be."""
-    return as_varying(x, tuple(varying(reference)))
+def varying_like(tree, reference: ArrayLike | jax.ShapeDtypeStruct) -> Any:
+    """Types leaves as varying over the axes of ``reference``, as a scan's first carry must be."""
+    return as_varying(tree, tuple(varying(reference)))
 
 
 def after(arrays: Sequence[jax.Array], tree: Any) -> Any:
@@ -115,16 +115,18 @@ def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callabl
 
 
 def on_all_devices(
-    condition: jax.Array, axis_name: AxisName, sharded: tuple[str, ...] = ()
+    condition: jax.Array, axis_name: AxisName, extra_args: Mapping[str, Any]
 ) -> jax.Array:
     """Tells whether a condition holds on all devices of this worker.
 
-    These devices lie along the axes over which the condition's type varies, or along ``sharded`` if
-    the types carry no varying-axes (VMA) information.
+    These devices lie along the axes over which the condition's type varies. If the types carry no
+    varying-axes (VMA) information, they lie along the axes that shard the parameters, according to
+    ``param_specs`` in the extra arguments.
     """
     inner = varying(condition) - set(names(axis_name))
-    if not types_are_tracked(manual_names(sharded)):
-        inner |= set(manual_names(sharded))
+    sharded = manual_names(sharded_axes(extra_args.get(PARAM_SPECS, ())))
+    if not types_are_tracked(sharded):
+        inner |= set(sharded)
     if not inner:
         return condition
     return jax.lax.pmin(condition.astype(jnp.int32), tuple(sorted(inner))) > 0
@@ -220,11 +222,6 @@ def sharded_axes(specs) -> tuple[str, ...]:
     """Returns all axes that any of the specs shards over, in the order of their first use."""
     leaves = jax.tree.leaves(unboxed(specs))
     return tuple(dict.fromkeys(name for spec in leaves for name in axes_of(spec)))
-
-
-def sharded_axes_in(extra_args: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the axes over which ``param_specs`` in the extra arguments shards any parameter."""
-    return sharded_axes(extra_args.get(PARAM_SPECS, ()))
 
 
 def specs_of_leaves(tree: Any, extra_args: Mapping[str, Any]) -> list[P]:

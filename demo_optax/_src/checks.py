@@ -203,6 +203,15 @@ def require_local_gradient(updates, axis_name: AxisName) -> None:
             )
 
 
+def require_unsent(state: Any) -> None:
+    """Refuses a second ``send`` or an ``update`` in one step, if the state is known."""
+    if not isinstance(state.sent, Tracer) and state.sent:
+        raise ValueError(
+            f"send() was called in step {state.count} before, and its message has left the "
+            "momentum: call apply() with the outbox that it returned, and go on from there."
+        )
+
+
 def state_fits(what: str, given: Any, expected: Any, remedy: str) -> None:
     """Refuses a state whose paths, shapes or structure differ from the expected ones.
 

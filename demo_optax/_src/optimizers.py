@@ -350,18 +350,14 @@ def scale_by_signed_root() -> optax.GradientTransformationExtraArgs:
         del params
         checks.real_leaves("gradient", updates)
         leaves, structure = jax.tree.flatten(updates)
-        sums = [
-            jnp.stack([jnp.sum(jnp.abs(u)), jnp.sum(jnp.square(u))]) for u in map(upcast, leaves)
-        ]
+        wide, steps = list(map(upcast, leaves)), []
+        sums = [jnp.stack([jnp.sum(jnp.abs(u)), jnp.sum(jnp.square(u))]) for u in wide]
         over = list(map(axes.axes_of, axes.specs_of_leaves(updates, extra_args)))
-        return structure.unflatten(map(step, leaves, sum_over_shards(sums, over))), state
-
-    def step(update, sums):
-        total, squares = sums
-        mean = squares / jnp.where(total > 0, total, 1.0)
-        u = upcast(update)
-        relative = jnp.abs(u) / jnp.where(mean > 0, mean, 1.0)
-        return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
+        for u, (total, squares) in zip(wide, sum_over_shards(sums, over), strict=True):
+            mean = squares / jnp.where(total > 0, total, 1.0)
+            relative = jnp.abs(u) / jnp.where(mean > 0, mean, 1.0)
+            steps.append(jnp.sign(u) * jnp.sqrt(relative))
+        return structure.unflatten(map(in_dtype_of, steps, leaves)), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 

@@ -16,7 +16,6 @@ of the step. Where a preconditioner does so, it is reset together with the block
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -39,26 +38,19 @@ PARTICIPATES = "participates"
 INJECTED_STATES = "hyperparams_states", "inner_state"  # of optax.inject_hyperparams
 
 
-def decide(
-    gradient,
-    axis_name: AxisName,
-    extra_args: Mapping[str, Any] = MappingProxyType({}),
-    sharded: tuple[str, ...] = (),
-) -> BoolScalar:
+def decide(gradient, axis_name: AxisName, extra_args: Mapping[str, Any]) -> BoolScalar:
     """Tells whether this worker participates with a gradient, the same on all of its devices.
 
-    A train step may already have excluded the worker by ``extra_args``. ``sharded`` are the axes
-    along which the worker's devices hold shards; it is needed only where the types carry no
-    varying-axes (VMA) information.
+    A train step may already have excluded the worker by ``extra_args``.
     """
     checks.real_leaves("gradient", gradient)
     energies = [energy([x]) for x in jax.tree.leaves(gradient)]
     # Of a sum of the energies, XLA would repeat all additions wherever the flag is used.
     finite = jnp.isfinite(jnp.array(energies, jnp.float32)).all()
-    participates = axes.on_all_devices(finite, axis_name, sharded)
+    participates = axes.on_all_devices(finite, axis_name, extra_args)
     if PARTICIPATES in extra_args:
         given = jnp.asarray(extra_args[PARTICIPATES])
-        participates &= axes.on_all_devices(given, axis_name, sharded)
+        participates &= axes.on_all_devices(given, axis_name, extra_args)
     return participates
 
 
@@ -76,7 +68,7 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
 
 
 def is_intact(
-    state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
+    state: Any, initial: Any, axis_name: AxisName, extra_args: Mapping[str, Any]
 ) -> BoolScalar:
     """Tells whether every leaf that is finite in the initial state is finite in this one too."""
     finite = []
@@ -85,7 +77,7 @@ def is_intact(
         largest = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
         finite.append(jnp.isfinite(jnp.array(largest, jnp.float32)))
     intact = (finite[0] | ~finite[1]).all()
-    return axes.on_all_devices(intact, axis_name, sharded)
+    return axes.on_all_devices(intact, axis_name, extra_args)
 
 
 def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:

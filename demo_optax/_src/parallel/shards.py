@@ -111,26 +111,6 @@ def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[
     return (*divided, *[1] * (len(shape) - len(divided)))
 
 
-def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
-    return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(
-            NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype
-        ),
-        params,
-        specs,
-    )
-
-
-def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
-    """Inverts `shard_shapes`."""
-
-    def whole(x, spec):
-        shape = map(math.prod, zip(x.shape, counts(x.shape, spec, mesh), strict=True))
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-    return jax.tree.map(whole, parts, specs)
-
-
 def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
@@ -189,16 +169,6 @@ def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=(), kep
 
     wanted = shardings(mesh, jax.tree.broadcast(specs, tree))
     return jax.tree.map(place, tree, wanted, jax.tree.broadcast(kept, tree))
-
-
-def share_threads(mesh: Mesh | AbstractMesh) -> bool:
-    """Tells whether several devices of this process are virtual ones, which share a CPU's threads.
-
-    Programs with collectives can deadlock there if several of them run at the same time.
-    """
-    if isinstance(mesh, AbstractMesh):
-        return False
-    return mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
 
 
 def signature(mesh: Mesh | AbstractMesh, tree):
