@@ -161,13 +161,6 @@ def types_are_tracked(axis_name: AxisName) -> bool:
     return all(name in varying(jax.lax.axis_index(name)) for name in names(axis_name))
 
 
-def replicated_axes(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the axes other than the workers' over which the types say that ``x`` is the same."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    others = tuple(n for n in manual if n not in names(axis_name) and n not in varying(x))
-    return others if types_are_tracked(manual) else ()
-
-
 def trace_worker(fn: Callable[[], Any], mesh: Mesh | AbstractMesh | None) -> tuple[Any, Any]:
     """Traces a function without arguments as a worker on a mesh; returns program and results.
 
@@ -255,16 +248,13 @@ def per_leaf(prefix: Any, tree: Any, is_value: Callable[[Any], bool]) -> list:
 
 def broadcast_specs(what: str, prefix: Any, tree: Any) -> Any:
     """Returns a PartitionSpec for each leaf, from a prefix of specs, NamedShardings and None."""
-
-    def spec_of(path, x) -> P:
-        if x is None or isinstance(x, P):
-            return x or P()
-        if isinstance(x, NamedSharding):
-            return x.spec
-        raise TypeError(
-            f"{what}{keystr(path)} must be a jax.P or a jax.NamedSharding, not "
-            f"{x!r}: name the axes that divide each dimension, as in jax.P('fsdp')."
-        )
-
-    prefix = jax.tree.map_with_path(spec_of, unboxed(prefix), is_leaf=lambda x: x is None)
-    return jax.tree.broadcast(prefix, tree)
+    structure: Any
+    leaves, structure = jax.tree.flatten_with_path(unboxed(prefix), is_leaf=lambda x: x is None)
+    specs = [x.spec if isinstance(x, NamedSharding) else x or P() for _, x in leaves]
+    for (path, x), spec in zip(leaves, specs, strict=True):
+        if not isinstance(spec, P):
+            raise TypeError(
+                f"{what}{keystr(path)} must be a jax.P or a jax.NamedSharding, not "
+                f"{x!r}: name the axes that divide each dimension, as in jax.P('fsdp')."
+            )
+    return jax.tree.broadcast(structure.unflatten(specs), tree)

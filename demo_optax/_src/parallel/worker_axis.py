@@ -240,17 +240,15 @@ def _zero_updates_of_nobody(updates, state):
 
     Otherwise a link that follows the exchange, such as a weight decay, would still move them.
     """
-    exchanges = _participants(state)
-
-    def zero(path, update):
+    exchanges, new = _participants(state), []
+    leaves, structure = jax.tree.flatten_with_path(updates)
+    for path, update in leaves:
         own = [n for paths, n in exchanges if path in paths or () in paths]
         counts = own or [n for paths, n in exchanges if not paths]
-        if not counts:  # the exchange is not one of ours
-            return update
-        participants = jnp.max(jnp.stack(counts))
-        return zero_unless(participants > 0, update)
-
-    return jax.tree.map_with_path(zero, updates)
+        if counts:  # otherwise the exchange is not one of ours
+            update = zero_unless(jnp.max(jnp.stack(counts)) > 0, update)
+        new.append(update)
+    return structure.unflatten(new)
 
 
 def _participants(state) -> list[tuple[list, IntScalar]]:
