@@ -250,11 +250,13 @@ def broadcast_specs(what: str, prefix: Any, tree: Any) -> Any:
     """Returns a PartitionSpec for each leaf, from a prefix of specs, NamedShardings and None."""
     structure: Any
     leaves, structure = jax.tree.flatten_with_path(unboxed(prefix), is_leaf=lambda x: x is None)
-    specs = [x.spec if isinstance(x, NamedSharding) else x or P() for _, x in leaves]
-    for (path, x), spec in zip(leaves, specs, strict=True):
-        if not isinstance(spec, P):
+    specs = []
+    for path, x in leaves:
+        spec = x.spec if isinstance(x, NamedSharding) else x
+        if spec is not None and not isinstance(spec, P):
             raise TypeError(
                 f"{what}{keystr(path)} must be a jax.P or a jax.NamedSharding, not "
                 f"{x!r}: name the axes that divide each dimension, as in jax.P('fsdp')."
             )
+        specs.append(spec or P())
     return jax.tree.broadcast(structure.unflatten(specs), tree)

@@ -1,4 +1,4 @@
-"""Values at positions of blocks: finding the largest, reading, adding and counting them, and sums.
+"""Coefficients at positions of blocks: finding the largest, reading and adding them, and sums.
 
 A scatter is the natural way to add, but TPUs sort its indices and then loop, so there comparisons
 and matrix products are used instead. The order of additions is fixed on every device, so that all
