@@ -78,9 +78,9 @@ def as_varying(tree, axis_name: AxisName):
     return jax.tree.map(cast, tree) if manual else tree
 
 
-def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
-    """Types ``x`` as varying over the axes of ``reference``, as a scan's first carry must be."""
-    return as_varying(x, tuple(varying(reference)))
+def varying_like(tree, reference: ArrayLike | jax.ShapeDtypeStruct) -> Any:
+    """Types leaves as varying over the axes of ``reference``, as a scan's first carry must be."""
+    return as_varying(tree, tuple(varying(reference)))
 
 
 def after(arrays: Sequence[jax.Array], tree: Any) -> Any:
@@ -120,16 +120,18 @@ def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callabl
 
 
 def on_all_devices(
-    condition: jax.Array, axis_name: AxisName, sharded: tuple[str, ...] = ()
+    condition: jax.Array, axis_name: AxisName, extra_args: Mapping[str, Any]
 ) -> jax.Array:
     """Tells whether a condition holds on all devices of this worker.
 
-    These devices lie along the axes over which the condition's type varies, or along ``sharded`` if
-    the types carry no varying-axes (VMA) information.
+    These devices lie along the axes over which the condition's type varies. If the types carry no
+    varying-axes (VMA) information, they lie along the axes that shard the parameters, according to
+    ``param_specs`` in the extra arguments.
     """
     inner = varying(condition) - set(names(axis_name))
-    if not types_are_tracked(manual_names(sharded)):
-        inner |= set(manual_names(sharded))
+    sharded = manual_names(sharded_axes(extra_args.get(PARAM_SPECS, ())))
+    if not types_are_tracked(sharded):
+        inner |= set(sharded)
     if not inner:
         return condition
     return jax.lax.pmin(condition.astype(jnp.int32), tuple(sorted(inner))) > 0
@@ -162,13 +164,6 @@ def index(axis_name: AxisName) -> jax.Array:
 def types_are_tracked(axis_name: AxisName) -> bool:
     """Tells whether types distinguish local from replicated values over ``axis_name`` here."""
     return all(name in varying(jax.lax.axis_index(name)) for name in names(axis_name))
-
-
-def replicated_axes(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the axes other than the workers' over which the types say that ``x`` is the same."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    others = tuple(n for n in manual if n not in names(axis_name) and n not in varying(x))
-    return others if types_are_tracked(manual) else ()
 
 
 def trace_worker(fn: Callable[[], Any], mesh: Mesh | AbstractMesh | None) -> tuple[Any, Any]:
@@ -227,11 +222,6 @@ def sharded_axes(specs) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for spec in leaves for name in axes_of(spec)))
 
 
-def sharded_axes_in(extra_args: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the axes over which ``param_specs`` in the extra arguments shards any parameter."""
-    return sharded_axes(extra_args.get(PARAM_SPECS, ()))
-
-
 def specs_of_leaves(tree: Any, extra_args: Mapping[str, Any]) -> list[P]:
     """Returns each leaf's spec according to the extra arguments, or ``P()`` if they name none.
 
@@ -263,16 +253,15 @@ def per_leaf(prefix: Any, tree: Any, is_value: Callable[[Any], bool]) -> list:
 
 def broadcast_specs(what: str, prefix: Any, tree: Any) -> Any:
     """Returns a PartitionSpec for each leaf, from a prefix of specs, NamedShardings and None."""
-
-    def spec_of(path, x) -> P:
-        if x is None or isinstance(x, P):
-            return x or P()
-        if isinstance(x, NamedSharding):
-            return x.spec
-        raise TypeError(
-            f"{what}{keystr(path)} must be a jax.P or a jax.NamedSharding, not "
-            f"{x!r}: name the axes that divide each dimension, as in jax.P('fsdp')."
-        )
-
-    prefix = jax.tree.map_with_path(spec_of, unboxed(prefix), is_leaf=lambda x: x is None)
-    return jax.tree.broadcast(prefix, tree)
+    structure: Any
+    leaves, structure = jax.tree.flatten_with_path(unboxed(prefix), is_leaf=lambda x: x is None)
+    specs = []
+    for path, x in leaves:
+        spec = x.spec if isinstance(x, NamedSharding) else x
+        if spec is not None and not isinstance(spec, P):
+            raise TypeError(
+                f"{what}{keystr(path)} must be a jax.P or a jax.NamedSharding, not "
+                f"{x!r}: name the axes that divide each dimension, as in jax.P('fsdp')."
+            )
+        specs.append(spec or P())
+    return jax.tree.broadcast(structure.unflatten(specs), tree)

@@ -135,16 +135,17 @@ def require_unwrapped(tx) -> None:
 
 def shapes_of(what: str, tree) -> Any:
     """Returns the shapes and dtypes of arrays, and refuses leaves that are not arrays."""
-
-    def shape_of(path, x):
+    structure: Any
+    leaves, structure = jax.tree.flatten_with_path(tree)
+    shapes = []
+    for path, leaf in leaves:
         try:
-            x = jax.typeof(x)
+            x = jax.typeof(leaf)
         except TypeError:
-            name, kind = f"{what}{jax.tree_util.keystr(path)}", type(x).__name__
+            name, kind = f"{what}{jax.tree_util.keystr(path)}", type(leaf).__name__
             raise TypeError(f"{name} is of type {kind}, which is no array: {SPLIT}") from None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-    return jax.tree.map_with_path(shape_of, tree)
+        shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return structure.unflatten(shapes)
 
 
 def floating_leaves(params) -> None:
@@ -201,6 +202,15 @@ def require_local_gradient(updates, axis_name: AxisName) -> None:
                 f"with demo_optax.local_value_and_grad(loss_fn, {missing[0]!r}), or call "
                 f"jax.lax.pcast(params, {missing[0]!r}, to='varying') before jax.grad."
             )
+
+
+def require_unsent(state: Any) -> None:
+    """Refuses a second ``send`` or an ``update`` in one step, if the state is known."""
+    if not isinstance(state.sent, Tracer) and state.sent:
+        raise ValueError(
+            f"send() was called in step {state.count} before, and its message has left the "
+            "momentum: call apply() with the outbox that it returned, and go on from there."
+        )
 
 
 def state_fits(what: str, given: Any, expected: Any, remedy: str) -> None:

@@ -148,7 +148,7 @@ class Fragments:
         ``moved(displacement, progress, update)`` is the new displacement of an array. Returns the
         updates, a tree like ``like`` that is zero outside of the fragment, and the new state.
         """
-        if sharded := axes.sharded_axes_in(extra_args):
+        if sharded := axes.sharded_axes(extra_args.get(axes.PARAM_SPECS, ())):
             raise ValueError(
                 f"the parameters are sharded inside a worker, over {sharded}, but fragments are "
                 "cut from whole parameters: leave out param_specs, or leave out fragments."

@@ -44,8 +44,8 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
     def update_fn(updates, state, params=None, **extra_args):
         del params
         checks.require_local_gradient(updates, axis_name)
-        workers, sharded = axes.names(axis_name), axes.sharded_axes_in(extra_args)
-        participates = participation.decide(updates, axis_name, extra_args, sharded)
+        workers = axes.names(axis_name)
+        participates = participation.decide(updates, axis_name, extra_args)
         # In float32 XLA sums it together with the gradients.
         participants = jax.lax.psum(participates.astype(jnp.float32), workers)
 

@@ -133,9 +133,6 @@ def summarise(
 ) -> ExchangeMetrics:
     """Computes the metrics of a step; ``checksums`` are 0 for packets that were rejected."""
 
-    def total(energies):
-        return jnp.sum(jnp.where(accepted, energies, 0.0))
-
     def equal(digests):
         """Tells whether all participants report the same value, and returns that value."""
         smallest = jnp.min(jnp.where(accepted, digests, jnp.uint32(0xFFFFFFFF)))
@@ -147,7 +144,8 @@ def summarise(
         received = checksum(jnp.append(checksums, received))
     participants = jnp.sum(accepted, dtype=jnp.int32)
     divisor = jnp.maximum(participants, 1).astype(jnp.float32)
-    momentum, sent = total(headers.momentum_energy), total(headers.sent_energy)
+    energies = headers.momentum_energy, headers.sent_energy, headers.residual_energy
+    momentum, sent, residual = (jnp.sum(jnp.where(accepted, x, 0.0)) for x in energies)
     same, fingerprint = equal(headers.fingerprint)
     return ExchangeMetrics(
         participants=participants,
@@ -156,7 +154,7 @@ def summarise(
         identical=same & (fingerprint != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
         restarted=jnp.sum(jnp.where(accepted, headers.restarted, 0)).astype(jnp.int32),
-        residual_norm=jnp.sqrt(total(headers.residual_energy) / divisor),
+        residual_norm=jnp.sqrt(residual / divisor),
     )
 
 

@@ -37,7 +37,7 @@ from demo_optax._src.arrays import (
 from demo_optax._src.compression import Compression, Plan, make_plan, packet
 from demo_optax._src.compression.bits import round_stochastically
 from demo_optax._src.compression.packet import Message, Origin, Packets
-from demo_optax._src.compression.plan import Part, shared_positions
+from demo_optax._src.compression.plan import Part, select, shared_positions
 from demo_optax._src.compression.settings import require_words, word_of
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Exchange
@@ -218,16 +218,15 @@ class Momentum:
         exchange, step, given = self.exchange, state.count, gradient
         weight = 1 - self.decay if self.gradient_weight is None else self.gradient_weight
         weight: Any = checks.evaluate_schedule("gradient_weight", weight, step)
-        sharded = axes.sharded_axes_in(extra_args)
         allowed = jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
         allowed &= jnp.isfinite(self.decay) & ~state.sent & (state.format == word_of(plan.stored))
-        participates = participation.decide(
-            gradient, exchange.axis_name, extra_args, sharded, allowed
-        )
+        participates = participation.decide(gradient, exchange.axis_name, extra_args, allowed)
 
         # Precondition: each worker may have a second moment of its own
         initial = self.precondition.init(gradient if params is None else params)
-        intact = participation.is_intact(state.precondition, initial, exchange.axis_name, sharded)
+        intact = participation.is_intact(
+            state.precondition, initial, exchange.axis_name, extra_args
+        )
         old = participation.choose_state(intact, state.precondition, initial)
         gradient, new = self.precondition.update(gradient, old, params, **extra_args)
         factor = jnp.where(participates, jnp.asarray(self.subtraction_factor, jnp.float32), 0)
@@ -238,25 +237,27 @@ class Momentum:
             # Transform: c = T(g)
             coefficients = part.forward(tensors, step)
 
-            # Accumulate: m <- beta m + w c. A worker that skips the step keeps the old m. In the
-            # shape of c, XLA fuses this with the transform
-            def accumulate(m, c):
-                dtype = widest(m.dtype, c.dtype)
-                kept = m.reshape(c.shape).astype(dtype)
-                new = self.decay * kept + weight * c.astype(dtype)
-                return jnp.where(participates, new.astype(dtype), kept).reshape(m.shape)
-
             old = part.unpack(stored, step)
             if is_redrawn(self.compression.transform):  # a `send` before has changed the basis
                 old = participation.choose(state.sent, part.unpack(stored), old)
-            momenta = jax.tree.map(accumulate, old, coefficients)
+
+            # Accumulate: m <- beta m + w c. A worker that skips the step keeps the old m. In the
+            # shape of c, XLA fuses this with the transform
+            momenta = []
+            for m, c in zip(old, coefficients, strict=True):
+                dtype = widest(m.dtype, c.dtype)
+                kept = m.reshape(c.shape).astype(dtype)
+                total = self.decay * kept + weight * c.astype(dtype)
+                total = jnp.where(participates, total.astype(dtype), kept)
+                momenta.append(total.reshape(m.shape))
             momenta, energy, restarted = participation.reset_nonfinite_blocks(momenta)
 
-            # Select: q = top_k(m)
-            momenta, selected = part.select(momenta, shared)
+            # Select: q = top_k(m). Without a barrier XLA would compute m twice
+            sections = [plan.sections[group.section] for group in part.groups]
+            momenta = jax.lax.optimization_barrier(momenta)
+            selected = select([section.selector for section in sections], momenta, shared)
 
             # Encode: q_hat = decode(encode(q)), which leaves the momentum: m <- m - alpha q_hat
-            sections = [plan.sections[group.section] for group in part.groups]
             coded, message = packet.encode(sections, selected)
             momenta = part.add(momenta, _rows(message, [-factor] * len(sections)))
             rows = list(zip(*selected, message.values, coded, strict=True))
@@ -278,7 +279,7 @@ class Momentum:
         # XLA writes the new state over the old one, which the gradients of all parts need, once it
         # knows that no block was reset.
         finite = jnp.sum(jnp.stack(restarted)) == 0
-        finite = axes.on_all_devices(finite, exchange.axis_name, sharded)
+        finite = axes.on_all_devices(finite, exchange.axis_name, extra_args)
         new = participation.choose(participates, new, old)
         precondition = participation.choose_state(finite, new, initial)
         positions, chosen, decoded, coded = list(zip(*plan.join(rows), strict=True)) or [()] * 4
@@ -357,7 +358,7 @@ class Momentum:
 
             return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
 
-        momentum = axes.as_varying(state.momentum, tuple(axes.varying(outbox.packets)))
+        momentum = axes.varying_like(state.momentum, outbox.packets)
         if redrawn and follows is not None:  # its momentum is still in the old basis
             momentum = jax.lax.fori_loop(0, follows.astype(jnp.int32), advance, momentum)
         momentum = jax.lax.fori_loop(0, returns.astype(jnp.int32), put_back, momentum)
@@ -433,7 +434,7 @@ class Momentum:
         require_words(what, {"format": state.format}, {"format": plan.stored}, remedy)
         checks.state_fits(what, {name: getattr(state, name) for name in needed}, needed, remedy)
         if to_send:
-            transport.require_unsent(state)
+            checks.require_unsent(state)
         return plan
 
 

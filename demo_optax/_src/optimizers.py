@@ -350,18 +350,15 @@ def scale_by_signed_root() -> optax.GradientTransformationExtraArgs:
         del params
         checks.real_leaves("gradient", updates)
         leaves, structure = jax.tree.flatten(updates)
-        wide = list(map(upcast, leaves))
+        wide, steps = list(map(upcast, leaves)), []
         sums = [jnp.sum(f(u)) for f in (jnp.abs, jnp.square) for u in wide]
         over = list(map(axes.axes_of, axes.specs_of_leaves(updates, extra_args)))
         sums = sum_over_shards(sums, 2 * over)
-        totals, squares = sums[: len(wide)], sums[len(wide) :]
-        return structure.unflatten(map(step, leaves, totals, squares)), state
-
-    def step(update, total, squares):
-        mean = squares / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
-        u = upcast(update)
-        relative = jnp.abs(u) / jnp.where(mean > 0, mean, 1.0)
-        return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
+        for u, total, squares in zip(wide, sums[: len(wide)], sums[len(wide) :], strict=True):
+            mean = squares / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+            relative = jnp.abs(u) / jnp.where(mean > 0, mean, 1.0)
+            steps.append(jnp.sign(u) * jnp.sqrt(relative))
+        return structure.unflatten(map(in_dtype_of, steps, leaves)), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 

@@ -16,7 +16,6 @@ of the step. Where a preconditioner does so, it is reset together with the block
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -36,29 +35,28 @@ from demo_optax._src.axes import AxisName
 from demo_optax._src.local_state import LocalStepsState
 
 PARTICIPATES = "participates"
-INJECTED_STATES = "hyperparams_states", "inner_state"  # of optax.inject_hyperparams
+Injected = optax.InjectStatefulHyperparamsState
+INJECTED_STATES = "hyperparams_states", "inner_state"
 
 
 def decide(
     gradient,
     axis_name: AxisName,
-    extra_args: Mapping[str, Any] = MappingProxyType({}),
-    sharded: tuple[str, ...] = (),
+    extra_args: Mapping[str, Any],
     allowed: BoolScalar | bool = True,
 ) -> BoolScalar:
     """Tells whether this worker participates with a gradient, the same on all of its devices.
 
     A train step may already have excluded the worker by ``extra_args``, and the caller by
-    ``allowed``. ``sharded`` are the axes along which the worker's devices hold shards; it is needed
-    only where the types carry no varying-axes (VMA) information.
+    ``allowed``.
     """
     checks.real_leaves("gradient", gradient)
-    energies = [energy([x]) for x in jax.tree.leaves(gradient)]
+    energies = [0.0, *[energy([x]) for x in jax.tree.leaves(gradient)]]
     # Of a sum of the energies, or of a conjunction of scalars, XLA would repeat all operations
     # wherever the flag is used.
     allowed &= jnp.asarray(extra_args.get(PARTICIPATES, True))
     finite = (jnp.isfinite(jnp.array(energies, jnp.float32)) & allowed).all()
-    return axes.on_all_devices(finite, axis_name, sharded)
+    return axes.on_all_devices(finite, axis_name, extra_args)
 
 
 def all_finite(tree: Any) -> BoolScalar:
@@ -75,7 +73,7 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
 
 
 def is_intact(
-    state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
+    state: Any, initial: Any, axis_name: AxisName, extra_args: Mapping[str, Any]
 ) -> BoolScalar:
     """Tells whether every leaf that is finite in the initial state is finite in this one too."""
     finite = []
@@ -84,7 +82,7 @@ def is_intact(
         largest = [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in leaves if x.size]
         finite.append(jnp.isfinite(jnp.array(largest, jnp.float32)))
     intact = (finite[0] | ~finite[1]).all()
-    return axes.on_all_devices(intact, axis_name, sharded)
+    return axes.on_all_devices(intact, axis_name, extra_args)
 
 
 def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
@@ -95,9 +93,7 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
     """
 
     def chosen(x, other):
-        if _is_count(x):
-            return x
-        if _is_injected(x):
+        if isinstance(x, Injected):
             inner = choose_state(condition, x.inner_state, other.inner_state)
             given = jax.tree.map(
                 lambda x, other: in_dtype_of(jnp.where(condition | all_finite(x), x, other), x),
@@ -105,23 +101,25 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
                 other.hyperparams,
             )
             return x._replace(inner_state=inner, hyperparams=given)
+        if _has_count(x):
+            return x
         other = in_dtype_of(reusable(axes.varying_like(other, x)), x)
         return jnp.where(condition, x, other)
 
-    return jax.tree.map(chosen, state, otherwise, is_leaf=lambda x: _is_count(x) or _is_injected(x))
+    return jax.tree.map(chosen, state, otherwise, is_leaf=_has_count)
 
 
 def with_counts(state: Any, count: IntScalar) -> Any:
     """Returns a state whose schedules all stand at ``count``, except for those of accumulators."""
 
     def is_leaf(x) -> bool:
-        return _is_count(x) or _is_injected(x) or hasattr(x, "mini_step")
+        return _has_count(x) or hasattr(x, "mini_step")
 
     def replaced(x):
-        if not (_is_count(x) or _is_injected(x)):
+        if not _has_count(x):
             return x
         own = axes.varying_like(count.astype(x.count.dtype), x.count)
-        if not _is_injected(x):
+        if not isinstance(x, Injected):
             return x._replace(count=own)
         inside = {name: with_counts(getattr(x, name), count) for name in INJECTED_STATES}
         return x._replace(count=own, **inside)
@@ -129,13 +127,12 @@ def with_counts(state: Any, count: IntScalar) -> Any:
     return jax.tree.map(replaced, state, is_leaf=is_leaf)
 
 
-def _is_count(x) -> bool:
+def _has_count(x) -> bool:
+    """Recognizes the states of schedules and of injected hyperparameters, which count steps."""
+    if isinstance(x, Injected):
+        return True
     is_alone = getattr(x, "_fields", ()) == ("count",)
     return is_alone and jnp.issubdtype(getattr(x.count, "dtype", float), jnp.integer)
-
-
-def _is_injected(x) -> bool:
-    return isinstance(x, optax.InjectStatefulHyperparamsState)
 
 
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
@@ -163,12 +160,12 @@ def keep_local_state(new, old, varies_over_workers, participates: BoolScalar):
     """
 
     def kept_node(new, old, varies_over_workers):
-        if _is_count(new):  # a worker that skips a step keeps pace with the others' schedules
-            return new
-        if _is_injected(new):
+        if isinstance(new, Injected):
             inner = new.inner_state, old.inner_state, varies_over_workers.inner_state
             kept = keep_local_state(*inner, participates)
             return new._replace(inner_state=kept)
+        if _has_count(new):  # a worker that skips a step keeps pace with the others' schedules
+            return new
         if isinstance(new, LocalStepsState):
             if jax.tree.leaves(new.displacement):  # local_steps decides by itself
                 return new
@@ -184,5 +181,5 @@ def keep_local_state(new, old, varies_over_workers, participates: BoolScalar):
         new,
         old,
         varies_over_workers,
-        is_leaf=lambda x: hasattr(type(x), "handles_nonfinite") or _is_count(x) or _is_injected(x),
+        is_leaf=lambda x: hasattr(type(x), "handles_nonfinite") or _has_count(x),
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from demo_optax._src import axes, checks, participation, transport
+from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import (
     BoolScalar,
     FloatScalar,
@@ -221,7 +221,7 @@ class LocalSteps:
         if isinstance(ends_round, Tracer):  # no round ends before the result of the last one
             ends_round &= ~jnp.array([one.sent for one in momenta]).any()
         elif ends_round:
-            transport.require_unsent(*momenta)
+            checks.require_unsent(*momenta)
 
         def send(new):
             change, extra, new = self._end_round(gradient, new, params, extra_args)
@@ -272,8 +272,7 @@ class LocalSteps:
         now = state if self.fragments else self._at_round(state, state.round)
         step = now.first_step + state.mini_step
         ends_round = extra_args.pop(ENDS_ROUND, step >= now.last_step)
-        sharded = axes.sharded_axes_in(extra_args)
-        participates = participation.decide(gradient, axis_name, extra_args, sharded)
+        participates = participation.decide(gradient, axis_name, extra_args)
         inner_state = participation.with_counts(state.inner, jnp.minimum(step, now.last_step))
         local_params = local_parameters(params, state)
         steps, inner_state = self.inner.update(gradient, inner_state, local_params, **extra_args)
@@ -292,12 +291,12 @@ class LocalSteps:
 
     def _end_round(self, gradient, state, params, extra_args):
         """Returns the gradient of the outer optimizer, its extra arguments, and the new state."""
-        sharded, structure = axes.sharded_axes_in(extra_args), jax.tree.structure(gradient)
+        structure = jax.tree.structure(gradient)
         finite = all_finite(local_parameters(params, state))
-        finite = axes.on_all_devices(finite, self.axis_name, sharded)
+        finite = axes.on_all_devices(finite, self.axis_name, extra_args)
         sends = finite & (state.weight > 0)
         initial = self.inner.init(params)
-        intact = participation.is_intact(state.inner, initial, self.axis_name, sharded)
+        intact = participation.is_intact(state.inner, initial, self.axis_name, extra_args)
         displacement = zero_unless(finite, state.displacement)
         change = jax.tree.map(
             lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, unboxed(gradient)
@@ -373,8 +372,7 @@ def multi_steps(
         return LocalStepsState(none, none, none, none, weight, (), mean, tx.init(params))
 
     def update_fn(updates, state, params=None, **extra_args):
-        sharded = axes.sharded_axes_in(extra_args)
-        participates = participation.decide(updates, axis_name, extra_args, sharded)
+        participates = participation.decide(updates, axis_name, extra_args)
         weight = _weight_of_step(participates, extra_args)
         total = state.weight + weight
 

@@ -117,15 +117,6 @@ def require_carried(exchange: Exchange, over_axis: bool = False) -> None:
         )
 
 
-def require_unsent(state: Any) -> None:
-    """Refuses a second ``send`` or an ``update`` in one step, if the state is known."""
-    if _known(state.sent):
-        raise ValueError(
-            f"send() was called in step {state.count} before, and its message has left the "
-            "momentum: call apply() with the outbox that it returned, and go on from there."
-        )
-
-
 def require_outbox(outbox: Outbox, state: Any, plan: Plan) -> None:
     """Refuses an outbox of a different optimizer, or of a different step if steps are known."""
     has = [x.shape for x in outbox.message.values]

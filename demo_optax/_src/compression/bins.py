@@ -10,7 +10,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from demo_optax._src.arrays import BoolScalar
 from demo_optax._src.compression import sparse
@@ -118,7 +118,8 @@ class Bins:
         self, blocks: Shaped[Array, "blocks n"], places: Places
     ) -> Shaped[Array, "blocks k"]:
         binned = self._binned(blocks, 0)
-        taken = jnp.where(_here(places, binned), binned, 0)
+        depths = jnp.arange(len(binned), dtype=jnp.int32)[:, None, None]
+        taken = jnp.where(places.T[None] == depths, binned, 0)
         return jnp.sum(taken, axis=0, dtype=blocks.dtype).T
 
     def _add_by_comparison(
@@ -128,8 +129,9 @@ class Bins:
         values: Shaped[Array, "workers blocks k"],
     ) -> Shaped[Array, "blocks n"]:
         total = self._binned(blocks, 0)
+        depths = jnp.arange(len(total), dtype=jnp.int32)[:, None, None]
         for place, value in zip(places, values, strict=True):
-            total += jnp.where(_here(place, total), value.T[None], 0)
+            total += jnp.where(place.T[None] == depths, value.T[None], 0)
         # Without a barrier XLA adds in two dimensions and keeps every comparison in memory.
         total = jax.lax.optimization_barrier(total)
         return total.reshape(-1, len(blocks))[: self.n].T
@@ -142,9 +144,3 @@ class Bins:
         missing = depth * self.k - self.n
         padded = jnp.pad(blocks.T, ((0, missing), (0, 0)), constant_values=filling)
         return padded.reshape(depth, self.k, len(blocks))
-
-
-def _here(
-    places: Places, binned: Shaped[Array, "places k blocks"]
-) -> Bool[Array, "places k blocks"]:
-    return places.T[None] == jnp.arange(len(binned), dtype=jnp.int32)[:, None, None]

@@ -104,36 +104,5 @@ class SharedSlice:
         return last, start - last
 
 
-@dataclasses.dataclass(frozen=True)
-class AllCoefficients:
-    """Selector of all ``n`` coefficients of a block, which needs no positions."""
-
-    n: int
-    sends_positions = False
-
-    @property
-    def k(self) -> int:
-        return self.n
-
-    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 0"]:
-        del step
-        return jnp.zeros((num_blocks, 0), jnp.int32)
-
-    def take(
-        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks 0"]
-    ) -> Shaped[Array, "blocks n"]:
-        del positions
-        return blocks
-
-    def add(
-        self,
-        blocks: Shaped[Array, "blocks n"],
-        positions: Int32[Array, "blocks 0"],
-        values: Shaped[Array, "blocks n"],
-    ) -> Shaped[Array, "blocks n"]:
-        del positions
-        return blocks + values.astype(blocks.dtype)
-
-
 def _key(selector: SharedSet | SharedSlice, step: IntScalar) -> jax.Array:
     return jax.random.fold_in(key_of(selector.seed, step, POSITIONS_STREAM), selector.stream)

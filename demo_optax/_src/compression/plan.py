@@ -38,9 +38,9 @@ from demo_optax._src.compression.bits import (
     round_stochastically,
 )
 from demo_optax._src.compression.blocks import BlockGeometry
-from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import Message, Section
 from demo_optax._src.compression.settings import Compression, MomentumFormat, StoredMomenta
+from demo_optax._src.compression.sparse import AllCoefficients
 
 Shape = tuple[int, ...]
 Rows = tuple[Positions, Values, Float[Array, "_blocks 1"]]
@@ -120,17 +120,6 @@ class Part:
         """Returns momenta as one array per tensor; inverts `cut`."""
         pairs = zip(self.geometries, self._of_tensors(momenta), strict=True)
         return [x.reshape(geometry.stored_shape) for geometry, x in pairs]
-
-    def select(
-        self, momenta: Momenta, shared: Sequence[Positions | None]
-    ) -> tuple[Momenta, Message]:
-        """Selects the coefficients to send of each group, at shared or at chosen positions.
-
-        The caller must go on with the momenta returned here: if it used the ones it passed in, XLA
-        would compute everything twice.
-        """
-        momenta = jax.lax.optimization_barrier(momenta)
-        return momenta, select([group.selector for group in self.groups], momenta, shared)
 
     def add(self, momenta: Momenta, message: Sequence[Rows]) -> Momenta:
         """Adds a message to the momenta."""

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 from demo_optax._src.arrays import BoolScalar, IntScalar
 from demo_optax._src.compression.bins import Bins
-from demo_optax._src.compression.known_positions import AllCoefficients, SharedSet, SharedSlice
+from demo_optax._src.compression.known_positions import SharedSet, SharedSlice
+from demo_optax._src.compression.sparse import AllCoefficients
 from demo_optax._src.compression.top_k import TopK
 
 At = Int32[Array, "blocks places"]

@@ -20,10 +20,9 @@ from demo_optax._src.arrays import Coefficients, IntScalar
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
 from demo_optax._src.compression.chosen import Choice, Chosen
-from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.selection import SELECTORS, AnySelector, Selection
+from demo_optax._src.compression.sparse import AllCoefficients
 from demo_optax._src.compression.transforms import (
-    BASIS_STREAM,
     TRANSFORMS,
     Basis,
     Transform,
@@ -86,7 +85,7 @@ class MomentumFormat:
         """Returns the basis at a step, the same on all workers, or None for the identity."""
         if not isinstance(self.transform, str):
             return Basis(functools.partial(transforms.checked_matrix, self.transform))
-        return TRANSFORMS[self.transform](transforms.key_of(self.seed, step, BASIS_STREAM))
+        return TRANSFORMS[self.transform](self.seed, step)
 
     def advance(
         self, momentum: Coefficients, sides: Sequence[int], step: IntScalar

@@ -1,10 +1,11 @@
-"""Operations on values at positions of blocks: finding the largest, reading, adding and counting.
+"""Coefficients at positions of blocks: finding the largest, reading and adding them, and sums.
 
 A scatter is the natural way to add, but TPUs sort its indices and then loop, so there comparisons
 and matrix products are used instead. The order of additions is fixed on every device, so that all
 workers get the same bits.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from demo_optax._src import axes
+from demo_optax._src.arrays import Coefficients, IntScalar, true_once_computed
 from demo_optax._src.compression.transforms import product
 
 Dense = Shaped[Array, "blocks n"]
@@ -91,6 +93,67 @@ def largest_by_strided_groups(
     steps = groups * jnp.arange(STRIDED_GROUP_SIZE, dtype=jnp.int32)
     candidates = (chosen[:, None, :] + steps[None, :, None]).reshape(len(magnitudes), -1)
     return take(candidates, largest(take(magnitudes, candidates)))
+
+
+@dataclasses.dataclass(frozen=True)
+class AllCoefficients:
+    """Selector of all ``n`` coefficients of a block, which needs no positions."""
+
+    n: int
+    sends_positions = False
+
+    @property
+    def k(self) -> int:
+        return self.n
+
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 0"]:
+        del step
+        return jnp.zeros((num_blocks, 0), jnp.int32)
+
+    def take(
+        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks 0"]
+    ) -> Shaped[Array, "blocks n"]:
+        del positions
+        return blocks
+
+    def add(
+        self,
+        blocks: Shaped[Array, "blocks n"],
+        positions: Int32[Array, "blocks 0"],
+        values: Shaped[Array, "blocks n"],
+    ) -> Shaped[Array, "blocks n"]:
+        del positions
+        return blocks + values.astype(blocks.dtype)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["positions", "values"],
+    meta_fields=["selector"],
+)
+@dataclasses.dataclass(frozen=True)
+class SparseSum:
+    """The aggregate of a section as a sum of sparse terms, which `dense` adds in order.
+
+    Attributes:
+      positions: int32 ``(terms, blocks, places)``.
+      values: float32 ``(terms, blocks, k)``.
+      selector: the selector that defines the positions.
+    """
+
+    positions: Array
+    values: Array
+    selector: Any
+
+    def dense(self) -> Coefficients:
+        """Returns the coefficients ``(blocks, n)``, which are zero where no worker sent any."""
+        blocks = self.values.shape[1]
+        # The zeros depend on the values, or XLA would make those of all sections at once.
+        zeros = jnp.where(true_once_computed([self.values]), jnp.float32(0), jnp.float32(1))
+        zeros = jnp.broadcast_to(zeros, (blocks, self.selector.n))
+        if len(self.values) == 1:
+            return self.selector.add(zeros, self.positions[0], self.values[0])
+        return self.selector.add_all(zeros, self.positions, self.values)
 
 
 def _add_by_comparison(

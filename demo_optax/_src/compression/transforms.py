@@ -68,13 +68,15 @@ TransformName = Literal["dct", "randomized-dct", "random", "identity"]
 Transform = Callable[[int], Any]
 """Takes a side to its orthonormal matrix, with one basis vector per row."""
 
-TRANSFORMS: dict[str, Callable[[PRNGKeyArray], Basis | None]] = {
-    "dct": lambda key: Basis(dct_basis),
-    "randomized-dct": lambda key: Basis(dct_basis, randomized=True),
-    "random": lambda key: Basis(functools.partial(random_basis, key)),
-    "identity": lambda key: None,
+TRANSFORMS: dict[str, Callable[[int, IntScalar], Basis | None]] = {
+    "dct": lambda seed, step: Basis(dct_basis),
+    "randomized-dct": lambda seed, step: Basis(dct_basis, randomized=True),
+    "random": lambda seed, step: Basis(
+        functools.partial(random_basis, key_of(seed, step, BASIS_STREAM))
+    ),
+    "identity": lambda seed, step: None,
 }
-"""Functions that make the basis of each transform; only ``"random"`` uses the step's key."""
+"""Functions that make the basis of each transform; only ``"random"`` uses the seed and the step."""
 
 
 @functools.cache

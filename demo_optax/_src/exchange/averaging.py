@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float32
 
 from demo_optax._src import axes
 from demo_optax._src.arrays import Positions, clamp_to_float32
-from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import (
     Header,
     Message,
@@ -32,7 +31,8 @@ from demo_optax._src.compression.packet import (
     Section,
     decode,
 )
-from demo_optax._src.exchange.protocol import Mean, SparseSum
+from demo_optax._src.compression.sparse import AllCoefficients, SparseSum
+from demo_optax._src.exchange.protocol import Mean
 
 Shared = Sequence[Positions | None]
 """The positions of each section that all workers know, or None if each worker sends its own."""

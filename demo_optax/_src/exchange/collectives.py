@@ -149,10 +149,13 @@ def split_across_devices(
 ):
     """Runs a collective in which each device of a worker sends a different part of the words.
 
-    The received parts are then gathered inside the worker.
+    The received parts are then gathered inside the worker, along the axes over which the types say
+    that the words are the same.
     """
-    replicated = axes.replicated_axes(words, axis_name)
-    if not replicated:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    differs = {*axes.names(axis_name), *axes.varying(words)}
+    replicated = tuple(name for name in manual if name not in differs)
+    if not replicated or not axes.types_are_tracked(manual):
         return collective(words)
     size = words.shape[-1]
     padding = [(0, 0)] * (words.ndim - 1) + [(0, -size % (axes.size(replicated) * MULTIPLE))]

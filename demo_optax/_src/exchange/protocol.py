@@ -5,8 +5,6 @@ name it in the ``__init__.py`` of this folder and of ``demo_optax``. Users do th
 their own, which imports nothing private.
 """
 
-import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -17,11 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt32
 
 from demo_optax._src import axes
-from demo_optax._src.arrays import Coefficients, IntScalar, true_once_computed, zero_unless
+from demo_optax._src.arrays import IntScalar, zero_unless
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan
 from demo_optax._src.compression.packet import Message, PacketLayout, Packets
 from demo_optax._src.compression.settings import require_words, word_of
+from demo_optax._src.compression.sparse import SparseSum
 from demo_optax._src.metrics import ExchangeMetrics
 
 Mean = Literal["senders", "workers"]
@@ -132,36 +131,6 @@ def divide(plan: Plan, flat: Any) -> Message:
         pairs = zip(jnp.split(x, ends), shapes, strict=False)
         divided.append(tuple(part.reshape(one.shape) for part, one in pairs))
     return Message(*divided)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["positions", "values"],
-    meta_fields=["selector"],
-)
-@dataclasses.dataclass(frozen=True)
-class SparseSum:
-    """The aggregate of a section as a sum of sparse terms, which `dense` adds in order.
-
-    Attributes:
-      positions: int32 ``(terms, blocks, places)``.
-      values: float32 ``(terms, blocks, k)``.
-      selector: the selector that defines the positions.
-    """
-
-    positions: Array
-    values: Array
-    selector: Any
-
-    def dense(self) -> Coefficients:
-        """Returns the coefficients ``(blocks, n)``, which are zero where no worker sent any."""
-        blocks = self.values.shape[1]
-        # The zeros depend on the values, or XLA would make those of all sections at once.
-        zeros = jnp.where(true_once_computed([self.values]), jnp.float32(0), jnp.float32(1))
-        zeros = jnp.broadcast_to(zeros, (blocks, self.selector.n))
-        if len(self.values) == 1:
-            return self.selector.add(zeros, self.positions[0], self.values[0])
-        return self.selector.add_all(zeros, self.positions, self.values)
 
 
 class Aggregate(NamedTuple):

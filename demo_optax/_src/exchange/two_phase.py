@@ -33,6 +33,7 @@ from demo_optax._src.compression.packet import (
 )
 from demo_optax._src.compression.plan import select, shared_positions
 from demo_optax._src.compression.selection import with_count
+from demo_optax._src.compression.sparse import SparseSum
 from demo_optax._src.compression.values import VALUE_CODINGS, Coding, ValueCoding
 from demo_optax._src.exchange import collectives
 from demo_optax._src.exchange.averaging import (
@@ -47,7 +48,6 @@ from demo_optax._src.exchange.protocol import (
     Aggregate,
     Mean,
     Outbox,
-    SparseSum,
     Traffic,
 )
 from demo_optax._src.metrics import ExchangeMetrics, summarise

@@ -173,7 +173,7 @@ def gradients_on_device(
 
     def on_device(params, state, batch, key, specs, rows) -> WorkerGradients:
         def loss_of_shards(params, state, *args):
-            params = _gather(params, specs)
+            params = jax.tree.map(_gather, params, specs)
             args = (state, *args) if stateful else args
             try:
                 out = loss_fn(params, *args)
@@ -304,16 +304,12 @@ def _split_microbatches(batch, rows, number: int):
     return structure.unflatten(map(split, leaves, rows))
 
 
-def _gather(params, specs):
-    """Gathers whole parameters from a device's shards; its gradient sums over the shards."""
-
-    def gather(x, spec):
-        for dimension, entry in enumerate(spec):
-            if entry is not None:
-                x = jax.lax.all_gather(x, entry, axis=dimension, tiled=True)
-        return x
-
-    return jax.tree.map(gather, params, specs)
+def _gather(x, spec):
+    """Gathers a whole parameter from a device's shards; its gradient sums over the shards."""
+    for dimension, entry in enumerate(spec):
+        if entry is not None:
+            x = jax.lax.all_gather(x, entry, axis=dimension, tiled=True)
+    return x
 
 
 def _mean_gradient(gradient, specs, inner: tuple[str, ...]):

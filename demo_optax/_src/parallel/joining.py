@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from demo_optax._src import checks, transport
+from demo_optax._src import checks
 from demo_optax._src.local_state import nodes
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel.layout import local_leaves
@@ -38,7 +38,7 @@ def join_state(own_state, shared_state):
     remedy = "Make both by tx.init of the same optimizer, for the same parameters."
     checks.state_fits("the shared state", shared_state, own_state, remedy)
     for momentum in nodes(own_state, DecoupledMomentumState):
-        transport.require_unsent(momentum)
+        checks.require_unsent(momentum)
     return jax.tree.map(
         lambda own, theirs, is_own: own if is_own else jnp.asarray(theirs),
         own_state,

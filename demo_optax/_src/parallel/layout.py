@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.extend import core
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
@@ -116,7 +116,11 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
     params = checks.shapes_of("parameter", params)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     inner, init = unboxed(specs), boxed_inside(tx, specs).init
-    parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
+    parts = jax.tree.map(
+        lambda x, spec: x.update(shape=NamedSharding(mesh, spec).shard_shape(x.shape)),
+        unboxed(params),
+        inner,
+    )
     trace = jax.make_jaxpr(init, return_shape=True)
     _, (program, made) = axes.trace_worker(lambda: trace(jax.tree.map(jnp.zeros_like, parts)), mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)

@@ -111,26 +111,6 @@ def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[
     return (*divided, *[1] * (len(shape) - len(divided)))
 
 
-def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
-    return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(
-            NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype
-        ),
-        params,
-        specs,
-    )
-
-
-def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
-    """Inverts `shard_shapes`."""
-
-    def whole(x, spec):
-        shape = map(math.prod, zip(x.shape, counts(x.shape, spec, mesh), strict=True))
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-    return jax.tree.map(whole, parts, specs)
-
-
 def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
@@ -191,16 +171,6 @@ def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=(), kep
     return jax.tree.map(place, tree, wanted, jax.tree.broadcast(kept, tree))
 
 
-def share_threads(mesh: Mesh | AbstractMesh) -> bool:
-    """Tells whether several devices of this process are virtual ones, which share a CPU's threads.
-
-    Programs with collectives can deadlock there if several of them run at the same time.
-    """
-    if isinstance(mesh, AbstractMesh):
-        return False
-    return mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
-
-
 def signature(mesh: Mesh | AbstractMesh, tree):
     """Returns a cheap summary of a mesh and live arrays, or None if a leaf is not concrete."""
     leaves, structure = jax.tree.flatten(tree)
@@ -214,50 +184,39 @@ def signature(mesh: Mesh | AbstractMesh, tree):
 def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """Returns a PartitionSpec for every leaf of a batch, from a tree or a prefix of one.
 
-    Without specs, the first dimension is divided among all devices, worker by worker.
+    Without specs, the first dimension is divided among all devices, worker by worker. With them,
+    either all workers' axes divide one dimension, before any inner axis does, or they divide none.
     """
     worker_axes = axes.names(axis_name)
     all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
     given = all_axes if batch_specs is None else batch_specs
     specs = broadcast_specs("batch_specs", given, batch)
+    parts = "workers" if isinstance(mesh, AbstractMesh) else "devices"
     leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
     for (path, x), spec in leaves:
-        _require_batch_spec(f"batch{keystr(path)}", np.shape(x), spec, mesh, worker_axes)
-    return specs
-
-
-def _require_batch_spec(
-    what: str,
-    shape: tuple[int, ...],
-    spec: P,
-    mesh: Mesh | AbstractMesh,
-    worker_axes: tuple[str, ...],
-) -> None:
-    """Refuses a spec by which a leaf of a batch cannot be divided among the workers.
-
-    Either all workers' axes divide one dimension, before any inner axis does, or they divide none.
-    """
-    if missing := [name for name in axes_of(spec) if name not in mesh.shape]:
-        raise ValueError(
-            f"batch_specs names the axis {missing[0]!r} for {what}, but the mesh has the axes "
-            f"{tuple(mesh.shape)}."
-        )
-    parts = "workers" if isinstance(mesh, AbstractMesh) else "devices"
-    for dimension, devices in enumerate(counts(shape, spec, mesh)):
-        if dimension >= len(shape) or shape[dimension] % devices:
+        what, shape = f"batch{keystr(path)}", np.shape(x)
+        if missing := [name for name in axes_of(spec) if name not in mesh.shape]:
             raise ValueError(
-                f"{what} has shape {shape}, whose dimension {dimension} cannot be divided among "
-                f"{devices} {parts}: say with batch_specs how the batch is divided, where P() is "
-                "for a leaf that all workers share, or choose a batch size that is a multiple of "
-                "their number."
+                f"batch_specs names the axis {missing[0]!r} for {what}, but the mesh has the axes "
+                f"{tuple(mesh.shape)}."
             )
-    named = [axes.names(entry) for entry in spec if set(axes.names(entry)) & set(worker_axes)]
-    if named and (len(named) > 1 or named[0][: len(worker_axes)] != worker_axes):
-        raise ValueError(
-            f"{what} has the spec {spec}, but among the workers a batch is divided along one "
-            f"dimension, by all of their axes, {worker_axes}, in this order and before any other: "
-            f"give P({worker_axes}) for rows in front, and P() for what all workers share."
-        )
+        for dimension, devices in enumerate(counts(shape, spec, mesh)):
+            if dimension >= len(shape) or shape[dimension] % devices:
+                raise ValueError(
+                    f"{what} has shape {shape}, whose dimension {dimension} cannot be divided "
+                    f"among {devices} {parts}: say with batch_specs how the batch is divided, "
+                    "where P() is for a leaf that all workers share, or choose a batch size that "
+                    "is a multiple of their number."
+                )
+        named = [axes.names(entry) for entry in spec if set(axes.names(entry)) & set(worker_axes)]
+        if named and (len(named) > 1 or named[0][: len(worker_axes)] != worker_axes):
+            raise ValueError(
+                f"{what} has the spec {spec}, but among the workers a batch is divided along one "
+                f"dimension, by all of their axes, {worker_axes}, in this order and before any "
+                f"other: give P({worker_axes}) for rows in front, and P() for what all workers "
+                "share."
+            )
+    return specs
 
 
 def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:

@@ -151,6 +151,11 @@ def make_train_step(
     workers = shards.num_workers(mesh, axis_name)
     simulated = shards.is_simulated(mesh, axis_name)
     manual = sharding == "manual" and not simulated
+    # Virtual devices share the threads of a CPU, where programs with collectives can deadlock if
+    # several of them run at the same time.
+    one_at_a_time = isinstance(mesh, Mesh) and (
+        mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
+    )
 
     gradients_of = gradients.stacked_gradients(
         loss_fn,
@@ -216,7 +221,7 @@ def make_train_step(
         specs, beside = (leaf_batch_specs, P(), P()), carried if donate else ()
         others = shards.put(mesh, others, specs, donated=False, beside=beside)
         results = tuple(placed_step(layout, *carried, *others))
-        if shards.share_threads(mesh) and not isinstance(results[-1].loss, Tracer):
+        if one_at_a_time and not isinstance(results[-1].loss, Tracer):
             jax.block_until_ready(results[-1].loss)
         return results
 

@@ -5,6 +5,7 @@ then mix the parts of several workers. Outside the step such leaves have a leadi
 entry per worker, sharded over the workers.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -116,7 +117,9 @@ def update_stacked(tx, layout: StateLayout, gradients, state, params, extra_args
     specs = stacked, layout.state, P() if params is None else layout.params
 
     def on_device(gradients, state, params, extra_args):
-        gradient, old = jax.tree.map(lambda x: x[0], gradients), own_entries(state, layout)
+        marks = layout.varies_over_workers
+        gradient = jax.tree.map(lambda x: x[0], gradients)
+        old = jax.tree.map(lambda x, is_local: x[0] if is_local else x, state, marks)
         updates, new, number = update_on_device(tx, layout, gradient, old, params, extra_args)
         sent.append(number)
         return updates, stack_entries(new, layout)
@@ -237,17 +240,15 @@ def _zero_updates_of_nobody(updates, state):
 
     Otherwise a link that follows the exchange, such as a weight decay, would still move them.
     """
-    exchanges = _participants(state)
-
-    def zero(path, update):
+    exchanges, new = _participants(state), []
+    leaves, structure = jax.tree.flatten_with_path(updates)
+    for path, update in leaves:
         own = [n for paths, n in exchanges if path in paths or () in paths]
         counts = own or [n for paths, n in exchanges if not paths]
-        if not counts:  # the exchange is not one of ours
-            return update
-        participants = jnp.max(jnp.stack(counts))
-        return zero_unless(participants > 0, update)
-
-    return jax.tree.map_with_path(zero, updates)
+        if counts:  # otherwise the exchange is not one of ours
+            update = zero_unless(jnp.max(jnp.stack(counts)) > 0, update)
+        new.append(update)
+    return structure.unflatten(new)
 
 
 def _participants(state) -> list[tuple[list, IntScalar]]:
@@ -410,12 +411,15 @@ def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any =
 
 def require_state(opt_state, layout: StateLayout) -> None:
     """Refuses a state of another model, other settings or other workers."""
+
+    def whole(x, varies, spec):
+        shape = (1,) * varies + x.shape
+        divided = zip(shape, shards.counts(shape, spec, layout.mesh), strict=True)
+        return x.update(shape=tuple(map(math.prod, divided)))
+
     expected = jax.tree.map(
-        lambda x, varies: jax.ShapeDtypeStruct((1,) * varies + x.shape, x.dtype),
-        layout.worker_state_shapes,
-        layout.varies_over_workers,
+        whole, layout.worker_state_shapes, layout.varies_over_workers, layout.state
     )
-    expected = shards.whole_shapes(expected, layout.state, layout.mesh)
     what, remedy = (
         f"the optimizer state on the mesh {dict(layout.mesh.shape)}",
         "Make it with demo_optax.init_opt_state on the mesh that it is used on, and pass it with "
@@ -425,8 +429,3 @@ def require_state(opt_state, layout: StateLayout) -> None:
     checks.state_fits(what, opt_state, expected, remedy)
     words = {keystr(path): x for path, x in jax.tree.leaves_with_path(opt_state)}
     require_words(what, words, layout.settings, remedy)
-
-
-def own_entries(state, layout: StateLayout):
-    """Removes the leading axis from each leaf that differs between workers."""
-    return jax.tree.map(lambda x, varies: x[0] if varies else x, state, layout.varies_over_workers)
