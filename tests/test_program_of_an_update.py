@@ -42,8 +42,8 @@ def compiled(tx, params):
 @pytest.mark.parametrize(
     ("make", "temporary", "instructions"),
     [
-        slow(demo_optax.demo_scaled, 8.2, 11_000),
-        (demo_optax.demo_muon, 6.1, 16_500),
+        slow(demo_optax.demo_scaled, 5.5, 11_000),
+        (demo_optax.demo_muon, 4.9, 16_500),
     ],
 )
 def test_an_update_needs_little_memory_and_few_instructions(make, temporary, instructions):
