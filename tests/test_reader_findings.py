@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import Compression
+from demo_optax._src import axes
+from demo_optax._src.compression import plan
 from demo_optax._src.exchange.collectives import sum_over_shards
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
@@ -277,3 +279,44 @@ def test_sums_over_shards_take_wider_numbers():
     for one in sums:
         assert one.dtype == np.float64
         np.testing.assert_array_equal(one, [3.0, 5.0, 7.0])
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan, -1.0, 0.0])
+def test_what_a_part_waits_for_changes_nothing_whatever_is_in_it(value):
+    tree = {"a": jnp.arange(3.0), "n": jnp.arange(3)}
+    waited = [jnp.full(1, value), jnp.zeros((0, 2)), jnp.full((2, 2), value, jnp.bfloat16)]
+    for after in waited, waited[:1]:
+        for name, x in axes.after(after, tree).items():
+            np.testing.assert_array_equal(x, tree[name])
+
+
+def test_an_exchange_of_ones_own_may_keep_a_state_beside_an_all_gather():
+    class Counted(demo_optax.AllGather):
+        def init(self, plan):
+            return jnp.int32(0)
+
+        def exchange(self, plan, outbox, state, previous_metrics, mean):
+            return super().exchange(plan, outbox, state + 1, previous_metrics, mean)
+
+    tx, params = demo_optax.demo(0.1, SMALL, exchange=Counted()), jnp.ones((16, 16))
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = tx.update(params, state, params)
+    assert state[0].exchange == 2
+
+
+def test_tensors_of_unlike_dtypes_may_lie_in_different_parts(monkeypatch):
+    monkeypatch.setattr(plan, "_SMALLEST_PART", 1)
+    plan.make_plan.cache_clear()
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        params = {"a": jnp.ones((16, 16), jnp.float32), "b": jnp.ones((16, 16), jnp.float64)}
+        tx = demo_optax.demo_scaled(0.1, Compression(2, 8))
+        updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+        assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(lambda x: x.dtype, params)
+    plan.make_plan.cache_clear()
+
+
+def test_all_numbers_of_workers_are_no_flag_of_one():
+    tx, params = demo_optax.demo(0.1, SMALL), jnp.ones((16, 16))
+    with pytest.raises(ValueError, match="broadcast"):
+        tx.update(params, tx.init(params), params, participates=jnp.array([True]))

@@ -37,12 +37,12 @@ def zero_unless(condition: BoolScalar, tree):
 
 
 def true_once_computed(arrays: Iterable[Tensor]) -> BoolScalar:
-    """Returns True, but only after XLA has computed these arrays, none of which is all -inf.
+    """Returns True, but only after XLA has computed these arrays, whatever is in them.
 
     A single element of each would not do, as XLA would compute it without the others.
     """
-    largest = [jnp.max(x).astype(jnp.float32) for x in arrays if x.size]
-    return jnp.all(jnp.array(largest, jnp.float32) != -jnp.inf)
+    largest = jnp.array([jnp.max(x).astype(jnp.float32) for x in arrays if x.size], jnp.float32)
+    return jnp.all((largest != -jnp.inf) | (largest < 0))
 
 
 def clamp_to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:

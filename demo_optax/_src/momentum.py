@@ -231,11 +231,12 @@ class Momentum:
         gradient, new = self.precondition.update(gradient, old, params, **extra_args)
         factor = jnp.where(participates, jnp.asarray(self.subtraction_factor, jnp.float32), 0)
 
+        wide = widest(*[x.dtype for x in jax.tree.leaves(gradient) if x.size])
         rounded = functools.partial(round_stochastically, dtype=self.momentum_dtype)
 
         def send_part(part: Part, tensors, stored, shared):
             # Transform: c = T(g)
-            coefficients = part.forward(tensors, step)
+            coefficients = part.forward(tensors, step, wide)
 
             old = part.unpack(stored, step)
             if is_redrawn(self.compression.transform):  # a `send` before has changed the basis

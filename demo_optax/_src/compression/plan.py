@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt32
 
 from demo_optax._src import axes
@@ -27,7 +28,6 @@ from demo_optax._src.arrays import (
     Tensor,
     Values,
     upcast,
-    widest,
 )
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.bits import (
@@ -77,11 +77,10 @@ class Part:
     groups: tuple[Group, ...]
 
     def forward(
-        self, tensors: Sequence[Tensor], step: IntScalar
+        self, tensors: Sequence[Tensor], step: IntScalar, dtype: DTypeLike
     ) -> list[Float[Array, "_blocks _columns _rows"]]:
-        """Returns the coefficients of each group in the tensors' widest dtype, at least float32."""
-        dtype, basis = widest(*[x.dtype for x in tensors]), self.momentum_format.basis(step)
-        coefficients = []
+        """Returns the coefficients of each group, computed in this dtype."""
+        basis, coefficients = self.momentum_format.basis(step), []
         for group in self.groups:
             own = [(self.geometries[number], tensors[number]) for number in group.tensors]
             blocks = jnp.concatenate([geometry.cut(x.astype(dtype)) for geometry, x in own])

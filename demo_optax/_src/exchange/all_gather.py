@@ -78,14 +78,14 @@ class AllGather:
         previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
-        del state
         packet, axis_name = outbox.packets[0], self.axis_name
         if self.gather is None:
             packets = collectives.gather(packet, axis_name)
         else:
             packets = collectives.gather_by(self.gather, packet, axis_name)
         worker = axes.index(axis_name)
-        return self.average(plan, packets, outbox, worker, previous_metrics, mean)
+        average = self.average(plan, packets, outbox, worker, previous_metrics, mean)
+        return average._replace(state=state)
 
     def average(
         self,
