@@ -64,6 +64,11 @@ def everybody(joined, step):
     return together([functools.partial(exchange, member, step) for member in joined])
 
 
+def know_otherwise(member, step, **changes):
+    """Lets a member know a step that it has decided in another way."""
+    member._decided[step] = member._decided[step]._replace(**changes)
+
+
 def numbered(run_folder):
     return Run(run_folder, [f"worker-{n}" for n in range(4)])
 

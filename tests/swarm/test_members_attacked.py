@@ -23,6 +23,7 @@ from tests.members import (
     Run,
     everybody,
     exchange,
+    know_otherwise,
     make_workers,
     numbered,
     physical,
@@ -176,7 +177,7 @@ def test_the_side_of_more_members_goes_on_and_the_other_one_goes_back(run):
     paris, rome, oslo = joined = run.members(deadline=1.0)
     oslo.tell = said.append
     everybody(joined, 0)
-    oslo._hashes[0] = "a" * 64  # it decided step 0 otherwise
+    know_otherwise(oslo, 0, head="a" * 64)
     results = together([functools.partial(exchange, x, 1) for x in joined])
     assert [x.swept for x in results] == [False, False, True]
     assert sorted(results[0].packets) == [0, 1]
@@ -258,7 +259,7 @@ def test_a_worker_on_the_smaller_side_goes_back_to_a_snapshot_and_has_equal_para
     workers = make_workers(run, names, snapshot_every=2, min_workers=2, deadline=3.0)
     ends = together([functools.partial(swarms.take_steps, x, 5) for x in workers])
     astray = workers[2].member
-    astray._hashes[4] = "a" * 64  # as if it had decided step 4 otherwise
+    know_otherwise(astray, 4, head="a" * 64)
     states = [end[0] for end in ends]
     later = together(
         [
@@ -312,7 +313,7 @@ def test_a_manifest_of_those_who_were_taken_out_is_not_believed(run):
     run.anybody.put(name, data)
     late = run.member("rome")
     late.receive(0)
-    late._since[0] = -1e9
+    know_otherwise(late, 0, learned=-1e9)
     assert late.manifest(1) is None
 
 

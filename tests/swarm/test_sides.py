@@ -10,6 +10,7 @@ import pytest
 
 from demo_optax._src.swarm import records, snapshots
 from demo_optax._src.swarm.records import PacketRef, SnapshotIndex
+from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import last_claim
 from demo_optax.swarm import Member
 from tests.members import NAMES, Run, everybody, exchange, physical, signed_manifest
@@ -267,8 +268,8 @@ def test_of_two_equal_sides_the_one_that_lacks_a_packet_goes_on(run, least, is_b
 
     def go_on_again():
         assert exchange(paris, 2).swept and "1 members go on from another step 1" in paris.astray
-        paris._manifests, paris.astray = {}, None
-        paris._hashes = {-1: paris._steps.origin}
+        beginning = Decided(paris._steps.origin, time.monotonic())
+        paris._decided, paris.astray = {-1: beginning}, None
         for step in 0, 1:
             paris.receive(step)
         return exchange(paris, 2)

@@ -7,6 +7,7 @@ count. A worker proposes one as soon as it has all packets it waits for, or has 
 import collections
 import contextlib
 import statistics
+import sys
 import threading
 import time
 import uuid
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
-from demo_optax._src.swarm import records, snapshots
+from demo_optax._src.swarm import records, sides, snapshots
 from demo_optax._src.swarm.records import (
     Damaged,
     Manifest,
@@ -23,8 +24,9 @@ from demo_optax._src.swarm.records import (
     SnapshotIndex,
     SwarmError,
 )
+from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import claim, read_claim
-from demo_optax._src.swarm.steps import steps_for
+from demo_optax._src.swarm.steps import SignedSteps, steps_for
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
@@ -107,6 +109,7 @@ class Member:
         if deadline is not None:
             checks.in_interval("deadline", deadline, "(0, inf)")
         self._steps = steps_for(store, slots, min_workers)
+        self._signed = self._steps if isinstance(self._steps, SignedSteps) else None
         worker = self._steps.name(worker)
         if not worker or not isinstance(worker, str) or not worker.isprintable():
             raise ValueError(
@@ -126,14 +129,12 @@ class Member:
         self._durations: collections.deque[float] = collections.deque(maxlen=NUM_DURATIONS)
         self._last_time: float | None = None
         self._has_sent = False
-        self._manifests: dict[int, Manifest] = {}  # the last ones
-        self._hashes: dict[int, str] = {}  # of these manifests
-        self._since: dict[int, float] = {}  # when this worker learned of them, by its own clock
+        self._decided = {-1: Decided(self._steps.origin, time.monotonic())}
+        self._counted: dict[int, frozenset[MemberId]] = {}  # for members only
+        self.judged_from = 0 if self._signed else sys.maxsize  # the first step that these need
         self._absent = -1, 0.0  # a step, and when it had no manifest yet
-        self.turns: dict[int, str] = {}  # heads that snapshots must follow, by step
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
-        self._lost: dict[int, tuple[int, ...]] = {}  # slots that nobody applied, by step
         self._cut = 0  # the last step that went on without most of those who counted
         self._replaced = -1  # the last step in which others had another one before
         self.repeat: Callable[[], object] = lambda: None  # says again what somebody may delete
@@ -301,7 +302,7 @@ class Member:
         """Returns what the others exchanged in a step that is decided."""
         self._packets = {}
         self._last_time = None  # otherwise the next duration would contain the catching up
-        manifest = self._decided(step)
+        manifest = self._await_manifest(step)
         while self._ahead and self._ahead[0].startswith(records.step_key("packets", step)):
             now, self._ahead = self._ahead[: self._most_ahead], self._ahead[self._most_ahead :]
             self._prefetched |= self._read_all(now)
@@ -326,8 +327,9 @@ class Member:
     def manifest(self, step: int) -> Manifest | None:
         """Returns which packets count in a step, or None if it is not decided."""
         with self._lock:
-            if step in self._manifests:
-                return self._manifests[step]
+            known = self._decided.get(step)
+            if known is not None and known.manifest is not None:
+                return known.manifest
             key, looked = records.step_key("manifests", step), time.monotonic()
             try:
                 data = self._get(key)
@@ -352,7 +354,7 @@ class Member:
             store.is_leaving = True
         if step is not None:
             # It may be catching up; the list is a copy, since the exchange's thread adds to it.
-            step = max([step, *(decided + 1 for decided in list(self._manifests))])
+            step = max([step, *(decided + 1 for decided in list(self._decided))])
             for number in step, step + 1:  # a packet of the first may be on its way
                 self._steps.say(number, self.me, "left")
             self.store.put(records.left_key(self.me), b"")  # for whoever looks at the run later
@@ -370,16 +372,18 @@ class Member:
 
     def head(self, step: int) -> str:
         """Returns the hash of what was decided up to a step, if this worker knows it."""
-        return self._hashes.get(step, self._steps.origin)
+        known = self._decided.get(step)
+        return known.head if known else ""
 
     @property
     def counted(self) -> dict[int, frozenset[MemberId]]:
         """Whose packets counted, by step, for snapshots to come of members only."""
-        return self._steps.counted
+        return dict(self._counted)
 
     def lost(self, step: int) -> tuple[int, ...]:
         """Returns the slots whose packets of a step this worker did not apply."""
-        return self._lost.get(step, ())
+        known = self._decided.get(step)
+        return known.lost if known else ()
 
     def go_on_from(self, index: SnapshotIndex) -> None:
         """Goes on from a snapshot; the first step of a run follows the hash of its index.
@@ -387,31 +391,40 @@ class Member:
         In an open run nobody asks what a snapshot follows.
         """
         with self._lock:
-            self._manifests, self.astray, self.turns, self._cut = {}, None, {}, 0
-            self._prefetched, self._ahead = {}, []
-            self._lost = {index.step - 1: index.lost} if index.lost else {}
-            self._since = {index.step - 1: time.monotonic()}
-            self._hashes = self._steps.begin(index)
+            self.astray, self._cut, self._prefetched, self._ahead = None, 0, {}, []
+            head, now = self._steps.begin(index), time.monotonic()
+            before = Decided(head, now, lost=index.lost)
+            self._decided = {index.step - 1: before} if head else {}
 
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:
             self._require_next(step, manifest)
-            self._manifests[step] = manifest
-            self._hashes.setdefault(step, records.head(manifest))  # or that of a snapshot
-            counted = self._slots_of(manifest)  # whatever earlier processes of theirs have said
+            before_snapshot = self._decided.get(step)
+            self._decided[step] = before_snapshot or Decided(records.head(manifest), 0.0)
+            self._learn(step, manifest=manifest)
+            counted = sides.slots_of(manifest)  # whatever earlier processes of theirs have said
             self._left = {member for member in self._left if member[0] not in counted}
-            self._since[step] = time.monotonic()
-            self._steps.keep(step, manifest)
-            for old in [n for n in self._manifests if n < step - 1]:
-                for kept in self._manifests, self._hashes, self._since, self._lost:
-                    kept.pop(old, None)
+            if self._signed:
+                self._signed.store.hold(step + 1, manifest.roster)
+                self._counted[step] = manifest.members
+            kept_from = min(step - 1, self.judged_from)
+            for kept in self._decided, self._counted:
+                for old in [n for n in kept if n < kept_from]:
+                    kept.pop(old)
             return manifest
+
+    def _learn(self, step: int, **changes: Any) -> None:
+        decided = self._decided[step]
+        self._decided[step] = decided._replace(learned=time.monotonic(), **changes)
+
+    def _follows(self, step: int, manifest: Manifest) -> bool:
+        before = self._decided.get(step - 1)
+        return before is None or before.head == manifest.previous
 
     def _require_next(self, step: int, manifest: Manifest) -> None:
         """Raises SwarmError unless the manifest follows the one before, and knows this worker."""
-        previous, last = self._hashes.get(step - 1, manifest.previous), manifest.packets[-1]
-        follows = (manifest.step, manifest.previous) == (step, previous) or self.astray
-        if not follows or last.slot >= self.slots:
+        follows, last = self._follows(step, manifest) or self.astray, manifest.packets[-1]
+        if manifest.step != step or not follows or last.slot >= self.slots:
             raise SwarmError(
                 f"the manifest of {self.unit} {step} does not follow from the one before: two runs "
                 "share this place in the store, or somebody changed it. Use another place."
@@ -429,14 +442,17 @@ class Member:
         With keys it is valid, and follows from the one before. If it does not follow, the side of
         more members goes on, and the other one begins anew.
         """
+        if self._signed is None:
+            return True
         absent_step, absent = self._absent
-        if not self._steps.is_valid(step, manifest, absent if absent_step == step else 0.0):
+        absent = absent if absent_step == step else 0.0
+        if not sides.is_valid(self._signed.store, step, manifest, self.slots, absent):
             return False
-        slots = self._slots_of(manifest)
-        if not self._steps.follows(manifest, self._hashes.get(step - 1, manifest.previous)):
-            sides = {**self._steps.sides(step), manifest.previous: slots}
-            return self._goes_astray(step, sides, is_decided=True)
-        if step - 1 in self._manifests and manifest.lost != self.lost(step - 1):
+        slots = sides.slots_of(manifest)
+        if not self._follows(step, manifest):
+            by_head = {**self._steps.by_head(step), manifest.previous: slots}
+            return self._goes_astray(step, by_head, is_decided=True)
+        if manifest.lost != self.lost(step - 1):
             return False
         for member in self._left_out(step, slots):
             said = self._steps.glance(step, self.head(step - 1), [member[0]]).left
@@ -445,11 +461,15 @@ class Member:
         are_there = all(self._is_there(step, packet) for packet in manifest.packets)
         if are_there and not self._left_out(step, slots):
             return True
-        now = time.monotonic()
-        if now - self._since.setdefault(step - 1, now) < self._patient_wait:
+        if self._is_patient(step):
             return False
         self._cut = step
         return True
+
+    def _is_patient(self, step: int) -> bool:
+        """Tells whether those who counted before may still be waited for in a step."""
+        before = self._decided.get(step - 1)
+        return before is None or time.monotonic() - before.learned < self._patient_wait
 
     def _is_there(self, step: int, packet: PacketRef) -> bool:
         """Tells whether a packet can be read, if those of its sender could not be read lately."""
@@ -463,13 +483,14 @@ class Member:
 
         These are all since the last attested snapshot, so that they are not left out by halves.
         """
+        counted = [x for n, x in self._counted.items() if self._cut <= n < step]
         left = {slot for slot, _ in self._left} - slots
-        counted = {x for x in self._steps.counted_since(self._cut, step) if x[0] not in left}
-        missing = {x for x in counted if x[0] not in slots}
-        return missing if 2 * len(missing) >= len(counted) else set()
+        return sides.left_out(
+            counted, slots, lambda slot: slot not in left and self._steps.has(step, slot)
+        )
 
     def _goes_astray(
-        self, step: int, sides: Mapping[str, Set[int]], is_decided: bool = False
+        self, step: int, by_head: Mapping[str, Set[int]], is_decided: bool = False
     ) -> bool:
         """Tells whether more members follow another head than this worker's own.
 
@@ -477,20 +498,20 @@ class Member:
         long. If they are fewer, the last manifest is put in place again, since theirs may stand
         there. Of two equal sides the one goes on that has decided the step already.
         """
-        last, own, now = self._manifests.get(step - 1), self.head(step - 1), time.monotonic()
-        others = {head: slots - {self.slot} for head, slots in sides.items() if head != own}
+        last, own = self._decided.get(step - 1), self.head(step - 1)
+        others = {head: slots - {self.slot} for head, slots in by_head.items() if head != own}
         if not any(others.values()):
             return False
-        best = min(others, key=lambda head: (-len(others[head]), head))
-        same = {self.slot} | sides.get(own, set())
-        if last is not None and now - self._since.get(step - 1, now) < self._patient_wait:
+        same = {self.slot} | by_head.get(own, set())
+        if last and self._is_patient(step):
             left = {slot for slot, _ in self._left}
-            silent = {x for x in self._slots_of(last) if self._steps.has(step, x)} - left
+            silent = {x for x in last.slots if self._steps.has(step, x)} - left
             same |= silent - set().union(*others.values())
-        if (-len(others[best]), best) > (-len(same), "~" if is_decided else own):
-            if last is not None and self._replaced < step:
+        best = sides.goes_on({**others, own: same}, loses_ties=own if is_decided else None)
+        if best == own:
+            if self._signed and last and last.manifest and self._replaced < step:
                 self._replaced = step
-                self._steps.replace(step - 1, last)
+                self._signed.replace(step - 1, last.manifest)
             return False
         self.astray = (
             f"{len(others[best])} members go on from another {self.unit} {step - 1} than this "
@@ -498,10 +519,6 @@ class Member:
         )
         self.tell(f"{self.unit} {step}: {self.astray}")
         return True
-
-    @staticmethod
-    def _slots_of(manifest: Manifest) -> set[int]:
-        return {packet.slot for packet in manifest.packets}
 
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
@@ -520,7 +537,7 @@ class Member:
                 return manifest
             is_over = looked - started >= self.deadline
             folder = self._steps.look(step, head, folder, waits_for, thorough=is_over)
-            if self.astray or self._goes_astray(step, self._steps.sides(step)):
+            if self.astray or self._goes_astray(step, self._steps.by_head(step)):
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()
             self._read(step, present, size)
@@ -578,10 +595,10 @@ class Member:
         proposed = Manifest(step, tuple(sorted(packets)), head, now, named, lost)
         if self.store.create(key, records.encode(proposed)):
             return self._keep(step, proposed)
-        if not self._steps.goes_on_without:
-            return self._decided(step)
+        if self._signed is None:
+            return self._await_manifest(step)
         if (decided := self.manifest(step)) is None and self._may_replace(step, proposed):
-            self._steps.replace(step, proposed)
+            self._signed.replace(step, proposed)
             decided = self.manifest(step)
         return decided
 
@@ -591,19 +608,20 @@ class Member:
         It may not if as many have gone on from it as have not, or a roster that it names is not
         there yet. One of its own side may not either if this worker did not count before.
         """
-        if not self._steps.may_decide(step):
+        if self._signed is None or not self._steps.may_decide(step):
             return False
         with contextlib.suppress(Damaged):
             there = records.decode(Manifest, self._get(records.step_key("manifests", step)))
-            last = self._manifests.get(step - 1)
-            counted = self._slots_of(last) - set(proposed.lost) if last else {self.slot}
-            if self.slot not in counted and self._steps.follows(there, proposed.previous):
+            last = self._decided.get(step - 1)
+            counted = last.slots - set(proposed.lost) if last and last.manifest else {self.slot}
+            if self.slot not in counted and there.previous == proposed.previous:
                 return False
-            gone_on = self._steps.gone_on(step + 1) - {self.slot}
-            return len(gone_on) < len(self._slots_of(proposed) - gone_on)
+            present = [n for n in range(self.slots) if self._steps.has(step + 1, n)]
+            gone_on = self._signed.sent(step + 1, present).keys() - {self.slot}
+            return len(gone_on) < len(sides.slots_of(proposed) - gone_on)
         return True
 
-    def _decided(self, step: int) -> Manifest:
+    def _await_manifest(self, step: int) -> Manifest:
         """Returns the manifest of a decided step, which the store may not show at once."""
         what = f"the manifest of {self.unit} {step}"
         return self._retry(lambda: what, lambda: self.manifest(step))
@@ -667,17 +685,15 @@ class Member:
             counted, lost = {packet.slot: packet for packet in manifest.packets}, None
             missing = counted.keys() - packets.keys()
             if missing or is_past:
-                lost = self._steps.lost_later(manifest, missing, self._peek)
+                steps = self._signed
+                lost = sides.lost_later(steps, manifest, missing, self._peek) if steps else ()
             if missing:  # perhaps with this worker's own one, for which others wait like this
                 self._send_again(step)
             if lost is None and is_last:  # nobody has said anything yet
                 lost = missing
             if lost:
-                self._lost[step], self._vain = (
-                    tuple(sorted(lost)),
-                    self._vain | dict.fromkeys(lost, step),
-                )
-                self._hashes[step] = records.head(manifest, lost)
+                self._vain |= dict.fromkeys(lost, step)
+                self._learn(step, lost=tuple(sorted(lost)), head=records.head(manifest, lost))
                 counted = {slot: x for slot, x in counted.items() if slot not in lost}
                 packets = {slot: data for slot, data in packets.items() if slot not in lost}
             swept = len(packets) < len(counted)
@@ -691,7 +707,7 @@ class Member:
                 data = packets.get(packet.slot)
                 if data is not None and not self._fits(step, packet, data, self._packet_bytes):
                     del packets[packet.slot], counted[packet.slot]
-            self._since[step] = time.monotonic()
+            self._learn(step)
             names = [(self.name_of(packet.member), packet.steps) for packet in counted.values()]
             members = tuple(name for name, steps in names if steps)
             skipped = tuple(name for name, steps in names if not steps)
@@ -703,9 +719,9 @@ class Member:
             return f"a packet that counts in {self.unit} {step}, of {names},"
 
         try:
-            return self._retry(unread, attempt, 0.5 if self._steps.goes_on_without else 1.0)
+            return self._retry(unread, attempt, 0.5 if self._signed else 1.0)
         except SwarmError as error:
-            if not self._steps.goes_on_without or (result := attempt(is_last=True)) is None:
+            if self._signed is None or (result := attempt(is_last=True)) is None:
                 raise
             known = "Most members have it:" if self.astray else "If most members have it,"
             self.tell(

@@ -7,7 +7,7 @@ name the others know, and which it has signed. `Member` knows no other differenc
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from demo_optax._src.swarm import records
@@ -21,8 +21,8 @@ from demo_optax._src.swarm.records import (
     StepFolder,
     SwarmError,
 )
-from demo_optax._src.swarm.slots import have_left, last_claim
-from demo_optax._src.swarm.store import Store, in_parallel, log
+from demo_optax._src.swarm.slots import last_claim
+from demo_optax._src.swarm.store import Store, in_parallel
 
 ROSTER_SECONDS = 10.0  # between two looks for a roster of a higher number
 LOOK_SECONDS = 10.0  # between two looks for a later process with the same key
@@ -36,12 +36,10 @@ class ListedSteps:
 
     vain_steps = 0
     shortest_round = 0.0
-    goes_on_without = False
     missing = origin = roster = ""
 
     def __init__(self, store: Store, slots: int):
         self._store, self._slots = store, slots
-        self.counted: dict[int, frozenset[MemberId]] = {}
 
     def name(self, worker: str) -> str:
         return worker
@@ -52,36 +50,13 @@ class ListedSteps:
     def may_decide(self, step: int) -> bool:
         return True
 
-    def counted_since(self, first: int, step: int) -> set[MemberId]:
-        return set()
-
     def look_for_roster(self) -> None:
         pass
 
-    def begin(self, index: SnapshotIndex) -> dict[int, str]:
-        return {index.step - 1: index.head} if index.head else {}
+    def begin(self, index: SnapshotIndex) -> str:
+        return index.head
 
-    def keep(self, step: int, manifest: Manifest) -> None:
-        pass
-
-    def is_valid(self, step: int, manifest: Manifest, absent: float) -> bool:
-        return True
-
-    def follows(self, manifest: Manifest, head: str) -> bool:
-        return True
-
-    def lost_later(
-        self, manifest: Manifest, missing: Collection[int], read: Callable[[str], bytes | None]
-    ) -> tuple[int, ...] | None:
-        return ()
-
-    def gone_on(self, step: int) -> set[int]:
-        return set()
-
-    def replace(self, step: int, manifest: Manifest) -> None:
-        pass
-
-    def sides(self, step: int) -> Mapping[str, set[int]]:
+    def by_head(self, step: int) -> Mapping[str, set[int]]:
         return {}
 
     def glance(self, step: int, head: str, waits_for: Iterable[int]) -> StepFolder:
@@ -136,19 +111,16 @@ class SignedSteps:
     """The steps of a run for members only, in which only what members have signed is believed.
 
     Attributes:
-      counted: whose packets counted, by step, for snapshots to come.
+      store: the store of the run.
       vain_steps: steps in which nobody waits again for a member that announced itself in vain.
       shortest_round: the share of a round's seconds after which a member may end it for all.
-      goes_on_without: whether a packet counts for nobody if most could not read it.
     """
 
     vain_steps = 10
     shortest_round = 0.5
-    goes_on_without = True
 
     def __init__(self, store: MembersOnly, slots: int):
-        self._store, self._slots = store, slots
-        self.counted: dict[int, frozenset[MemberId]] = {}
+        self.store, self._slots = store, slots
         self._looked_for_roster, self._looked_for_itself = 0.0, time.monotonic()
         self._said: dict[int, dict[int, Said]] = {}  # by step and slot
         self._asked: int | None = None  # the slot that the last glance was at
@@ -173,127 +145,63 @@ class SignedSteps:
         if self._asked not in open_ones:
             self.read_all(step, open_ones)
         if thorough or not self._open(step, waits_for):
-            elsewhere = set().union(*(x for y, x in self.sides(step).items() if y != head))
-            self.read_all(step, [*self._open(step, self._store.members(step)), *elsewhere])
+            elsewhere = set().union(*(x for y, x in self.by_head(step).items() if y != head))
+            self.read_all(step, [*self._open(step, self.store.members(step)), *elsewhere])
         return self.folder(step, head)
 
     def name(self, worker: str) -> str:
-        return self._store.members(0)[self._store.slot].name
+        return self.store.members(0)[self.store.slot].name
 
     @property
     def missing(self) -> str:
         """What must be there before anything is decided, or an empty text."""
-        return self._store.missing
+        return self.store.missing
 
     @property
     def origin(self) -> str:
         """What the first step follows while no snapshot was read."""
-        return records.sha256(self._store.roster.run.encode())
+        return records.sha256(self.store.roster.run.encode())
 
     @property
     def roster(self) -> str:
         self.look_for_roster()
-        return self._store.roster.name
+        return self.store.roster.name
 
     def look_for_roster(self) -> None:
         """Looks for the newest roster from time to time."""
         if time.monotonic() - self._looked_for_roster > ROSTER_SECONDS:
-            self._store.look_for_roster()
+            self.store.look_for_roster()
             self._looked_for_roster = time.monotonic()
 
     def has(self, step: int, slot: int) -> bool:
         """Tells whether somebody is a member in a step, and has not been taken out since then."""
-        stayed, public = self._store.roster.members(), self._store.members(step).get(slot)
+        stayed, public = self.store.roster.members(), self.store.members(step).get(slot)
         return public is not None and public == stayed.get(slot)
 
     def may_decide(self, step: int) -> bool:
         """Tells whether this worker is a member in a step, and nothing is missing."""
-        return self.has(step, self._store.slot) and not self.missing
+        return self.has(step, self.store.slot) and not self.missing
 
-    def counted_since(self, first: int, step: int) -> set[MemberId]:
-        """Returns who counted since the last attested snapshot, and is a member yet."""
-        counted = [x for n, x in list(self.counted.items()) if first <= n < step]
-        newest = dict(sorted(set().union(*counted)))
-        return {x for x in newest.items() if self.has(step, x[0])}
+    def begin(self, index: SnapshotIndex) -> str:
+        """Goes on from a snapshot, and returns the head that its step follows.
 
-    def begin(self, index: SnapshotIndex) -> dict[int, str]:
-        """Goes on from a snapshot, and returns the head of its step, by the step."""
-        self._store.begin(index.step, index.roster)
-        first = records.sha256(records.encode(index))
-        return {index.step - 1: index.head if index.step else first}
-
-    def keep(self, step: int, manifest: Manifest) -> None:
-        """Lets a manifest stand."""
-        self._store.hold(step + 1, manifest.roster)
-        self.counted[step] = manifest.members
-
-    def is_valid(self, step: int, manifest: Manifest, absent: float) -> bool:
-        """Tells whether members have signed enough packets, and the owner the named roster.
-
-        At the time ``absent`` there was no manifest. One that came long after this member knew its
-        roster, and names an earlier one, is by somebody to whom that was shown again.
+        The first step of a run follows the hash of its index.
         """
-        signed = (self._store.is_signed(step, x, manifest.previous) for x in manifest.packets)
-        slots, held = {x.slot for x in manifest.packets}, self._store.members(step)
-        is_enough = len(slots) >= self._store.min_workers and max(slots) < self._slots
-        if manifest.step != step or not is_enough or not all(signed):
-            return False
-        if not self._store.knows(step + 1, manifest.roster):
-            log.warning("step %d names a roster that is not there", step)
-            return False
-        known, stayed = self._store.roster, self._store.roster.members()
-        is_late = absent > self._store.known_since + 2 * ROSTER_SECONDS
-        if manifest.roster != known.name and is_late:
-            return False
-        return 2 * sum(held.get(n) == stayed.get(n) for n in slots) >= len(slots)
+        self.store.begin(index.step, index.roster)
+        return index.head if index.step else records.sha256(records.encode(index))
 
-    def follows(self, manifest: Manifest, head: str) -> bool:
-        """Tells whether a manifest is of this member's side; in an open run there is one."""
-        return manifest.previous == head
+    def sent(self, step: int, slots: Collection[int]) -> dict[int, Said]:
+        """Returns the packets that these members have sent in a step, by slot."""
+        self.read_all(step, self._open(step, slots))
+        return {slot: said for slot, said in self._packets(step).items() if slot in slots}
 
-    def lost_later(
-        self, manifest: Manifest, missing: Collection[int], read: Callable[[str], bytes | None]
-    ) -> tuple[int, ...] | None:
-        """Returns the slots that nobody applied in a step, or None while this is not known.
-
-        Those who counted sign it in the next step. Their larger side decides, against those who
-        have not signed yet and may lack what is ``missing`` here. Of two equal sides the one goes
-        on that has decided the next step, or else the one that lacks more.
-        """
-        later, sent = manifest.step + 1, {x.slot: x.member for x in manifest.packets}
-        lacks, sides, following = tuple(sorted(missing)), {}, None
-        with contextlib.suppress(Damaged):
-            following = records.decode(Manifest, read(records.step_key("manifests", later)))
-        if following is not None:
-            head = records.head(manifest, following.lost)
-            signed = {x.slot for x in following.packets if self._store.is_signed(later, x, head)}
-            away = [x for slot, x in sent.items() if slot not in signed]
-            if signed := signed & sent.keys():
-                others = len(away) - len(have_left(self._store, away))
-                return following.lost if len(signed) >= others else None
-        slots = [n for n in sent if self.has(later, n)]
-        self.read_all(later, self._open(later, slots))
-        for slot, x in list(self._said.get(later, {}).items()):
-            if slot in sent and x.mark is None and x.head == records.head(manifest, x.lost):
-                sides.setdefault(x.lost, set()).add(slot)
-        silent = sent.keys() - set().union(*sides.values())
-
-        def rank(lost: tuple[int, ...], members: int) -> tuple[int, str]:
-            return -members, records.head(manifest, lost)
-
-        best = min(sides, key=lambda lost: rank(lost, len(sides[lost])), default=None)
-        own = rank(lacks, len(silent | sides.get(lacks, set())))
-        return best if best is not None and rank(best, len(sides[best])) <= own else None
-
-    def gone_on(self, step: int) -> set[int]:
-        """Returns the slots of the members that have sent a packet in a later step."""
-        self.read_all(step, self._open(step, self._store.members(step)))
+    def _packets(self, step: int) -> dict[int, Said]:
         said = list(self._said.get(step, {}).items())
-        return {slot for slot, x in said if x.mark is None and self.has(step, slot)}
+        return {slot: x for slot, x in said if x.mark is None}
 
     def replace(self, step: int, manifest: Manifest) -> None:
         """Writes a manifest in place of one that this member's side does not believe."""
-        self._store.put(records.step_key("manifests", step), records.encode(manifest))
+        self.store.put(records.step_key("manifests", step), records.encode(manifest))
 
     def read_all(self, step: int, slots: Collection[int]) -> None:
         """Reads what these members have said; it may not be called in a thread for requests."""
@@ -313,13 +221,12 @@ class SignedSteps:
         elsewhere = {x.packet.member for x in said if x.mark is None and x.head != head}
         return StepFolder(packets, marked["here"], marked["left"] | elsewhere, frozenset())
 
-    def sides(self, step: int) -> Mapping[str, set[int]]:
+    def by_head(self, step: int) -> Mapping[str, set[int]]:
         """Returns the slots of the members that sent a packet, by the head that it follows."""
-        sides: dict[str, set[int]] = {}
-        for slot, said in list(self._said.get(step, {}).items()):
-            if said.mark is None:
-                sides.setdefault(said.head, set()).add(slot)
-        return sides
+        found: dict[str, set[int]] = {}
+        for slot, said in self._packets(step).items():
+            found.setdefault(said.head, set()).add(slot)
+        return found
 
     def payloads(self, step: int) -> dict[PacketRef, bytes]:
         return {x.packet: x.payload for x in self._said.get(step, {}).values()}
@@ -335,18 +242,18 @@ class SignedSteps:
         key = _key(step, member[0] if mark != "ends" else None)
         data = self._signed(step, packet, mark.encode())
         if mark == "ends":
-            self._store.put(key, data)
-        elif not self._store.create(key, data):
+            self.store.put(key, data)
+        elif not self.store.create(key, data):
             said = self._read(step, member[0])
             if said is None or said.mark not in (None, mark):  # never in place of a packet
-                self._store.put(key, data)
+                self.store.put(key, data)
 
     def send(
         self, step: int, packet: PacketRef, data: bytes, head: str, lost: tuple[int, ...]
     ) -> PacketRef:
         self._end_if_replaced(packet.member)
-        signed = self._store.sign(step, packet, head)
-        self._store.put(self.key(step, packet), self._signed(step, packet, data, head, lost))
+        signed = self.store.sign(step, packet, head)
+        self.store.put(self.key(step, packet), self._signed(step, packet, data, head, lost))
         self._keep(step, packet.slot, Said(head, signed, data, lost))
         return signed
 
@@ -355,9 +262,9 @@ class SignedSteps:
         if time.monotonic() - self._looked_for_itself < LOOK_SECONDS:
             return
         self._looked_for_itself = time.monotonic()
-        if last_claim(self._store, me[0]) > me[1]:
+        if last_claim(self.store, me[0]) > me[1]:
             raise SwarmError(
-                f"another process uses the key of {self._store.key.name!r} now: stop one of them, "
+                f"another process uses the key of {self.store.key.name!r} now: stop one of them, "
                 "and give each process a key of its own."
             )
 
@@ -373,12 +280,12 @@ class SignedSteps:
         head: str = "",
         lost: tuple[int, ...] = (),
     ) -> bytes:
-        packet = self._store.sign(step, packet, head, MARKS.get(payload, "packet"))
+        packet = self.store.sign(step, packet, head, MARKS.get(payload, "packet"))
         spoken = Manifest(step, (packet,), head, 0.0, lost=lost)
         return records.encode(spoken) + b"\n" + payload
 
     def _open(self, step: int, slots: Iterable[int]) -> list[int]:
-        said, members = self._said.get(step, {}), self._store.members(step)
+        said, members = self._said.get(step, {}), self.store.members(step)
         return [n for n in slots if n in members and (n not in said or not said[n].is_final)]
 
     def _keep(self, step: int, slot: int, said: Said | None) -> None:
@@ -389,7 +296,7 @@ class SignedSteps:
 
     def _read(self, step: int, slot: int | None) -> Said | None:
         """Reads what a member has said, or anybody's word that a round ends."""
-        data = self._store.get(_key(step, slot)) or b""
+        data = self.store.get(_key(step, slot)) or b""
         line, _, payload = data.partition(b"\n")
         with contextlib.suppress(Damaged, ValueError):
             spoken = records.decode(Manifest, line[:1000])
@@ -399,7 +306,7 @@ class SignedSteps:
             kind = MARKS.get(payload, "packet")
             is_valid = is_own and is_whole and (kind == "packet") == bool(spoken.previous)
             is_valid = is_valid and (kind == "ends") == (slot is None)
-            if is_valid and self._store.is_signed(step, packet, spoken.previous, kind):
+            if is_valid and self.store.is_signed(step, packet, spoken.previous, kind):
                 return Said(spoken.previous, packet, payload, spoken.lost)
         return None
 
