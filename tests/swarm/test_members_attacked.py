@@ -73,7 +73,7 @@ def test_a_record_of_two_packets_is_nobodys(run):
     for packets, is_read in (spoken.packets, True), ((*spoken.packets, other), False):
         data = records.encode(spoken._replace(packets=packets)) + b"\ndata"
         rome.store.put(f"packets/00000000/{rome.slot:03d}.packet", data)
-        assert (paris._steps._read(0, rome.slot) is not None) == is_read
+        assert (paris._steps._read(0, f"{rome.slot:03d}.packet") is not None) == is_read
 
 
 def test_junk_in_place_of_a_roster_is_not_kept_in_memory(run, monkeypatch):
@@ -105,10 +105,10 @@ def test_whoever_has_the_store_and_no_key_is_believed_in_nothing(run):
             (f"manifests/{step + 1:08d}", genuine),
             (f"slots/000/{step + 5:06d}", b"{}"),
             (f"slots/000/{'1' * 32}.{step + 5:06d}", genuine),
-            (records.packet_key(step, ref), b"evil"),
+            (f"packets/{step:08d}/000.000009.packet", forged + b"\nevil"),
             (f"packets/{step:08d}/{'2' * 32}.000.packet", forged + b"\nevil"),
-            (records.mark_key(step, (0, 9), "left"), b""),
-            (records.mark_key(step, (7, 9), "here"), b""),
+            (f"packets/{step:08d}/001.packet", forged + b"\nleft"),
+            (f"packets/{step:08d}/007.packet", forged + b"\nhere"),
             (f"snapshots/{step:08d}.json", b"{}"),
             (f"snapshots/{'3' * 32}.{step:08d}.json", genuine),
             (f"attested/{step:08d}/{'4' * 32}.000", genuine),
@@ -296,7 +296,7 @@ def test_a_mark_is_no_packet(run):
     paris, rome = run.members("paris", "rome")
     everybody([paris, rome], 0)
     rome._steps.say(1, rome.me, "left")
-    left = paris._steps._read(1, 1).packet
+    left = paris._steps._read(1, "001.packet").packet
     assert paris.store.is_signed(1, left, "", "left")
     assert not paris.store.is_signed(1, left, "")
     name, data = signed_manifest(run, "paris", 1, [left], "")
@@ -422,9 +422,9 @@ def test_no_byte_of_a_packet_is_parsed_before_its_signature_was_verified(run, mo
     decode = records.decode
     monkeypatch.setattr(records, "decode", lambda *x: parsed.append(x[1]) or decode(*x))
     run.anybody.put(name, genuine.replace(b'"step": 0', b'"step":  0'))
-    assert paris._steps._read(0, 1) is None and not any(parsed)
+    assert paris._steps._read(0, "001.packet") is None and not any(parsed)
     run.anybody.put(name, genuine)
-    assert paris._steps._read(0, 1).payload == b"x" and any(parsed)
+    assert paris._steps._read(0, "001.packet").payload == b"x" and any(parsed)
 
 
 def test_a_worker_whose_snapshots_nobody_signs_stops_until_the_owner_takes_the_others_out(tmp_path):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
 from demo_optax._src.swarm import records, sides, snapshots
+from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import (
     Damaged,
     Manifest,
@@ -26,7 +27,7 @@ from demo_optax._src.swarm.records import (
 )
 from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import claim, read_claim
-from demo_optax._src.swarm.steps import SignedSteps, steps_for
+from demo_optax._src.swarm.steps import StepFolder, Steps
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
@@ -43,6 +44,8 @@ PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has
 AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
 # In a run for members only:
 PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
+VAIN_STEPS = 10  # in which nobody waits again for a member that announced itself in vain
+SHORTEST_ROUND = 0.5  # the share of a round's seconds after which a member may end it for all
 
 T = TypeVar("T")
 
@@ -108,9 +111,12 @@ class Member:
         checks.static_integer("min_workers", min_workers, at_least=1)
         if deadline is not None:
             checks.in_interval("deadline", deadline, "(0, inf)")
-        self._steps = steps_for(store, slots, min_workers)
-        self._signed = self._steps if isinstance(self._steps, SignedSteps) else None
-        worker = self._steps.name(worker)
+        self._closed = store if isinstance(store, MembersOnly) else None
+        beginning = ""
+        if self._closed:
+            self._closed.min_workers, members = min_workers, self._closed.roster.members()
+            worker = members[self._closed.slot].name
+            beginning = records.sha256(self._closed.roster.run.encode())
         if not worker or not isinstance(worker, str) or not worker.isprintable():
             raise ValueError(
                 "worker must be a name of this worker alone, of characters that can be printed, "
@@ -129,9 +135,10 @@ class Member:
         self._durations: collections.deque[float] = collections.deque(maxlen=NUM_DURATIONS)
         self._last_time: float | None = None
         self._has_sent = False
-        self._decided = {-1: Decided(self._steps.origin, time.monotonic())}
+        self._steps = Steps(store, slots)
+        self._decided = {-1: Decided(beginning, time.monotonic())}
         self._counted: dict[int, frozenset[MemberId]] = {}  # for members only
-        self.judged_from = 0 if self._signed else sys.maxsize  # the first step that these need
+        self.judged_from = 0 if self._closed else sys.maxsize  # the first step that these need
         self._absent = -1, 0.0  # a step, and when it had no manifest yet
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
@@ -233,7 +240,7 @@ class Member:
         self._last_time = now
         late = {x for x in expected - manifest.members if x[0] != self.slot and not self.astray}
         if late:
-            late -= self._steps.glance(step, self.head(step - 1), ()).left
+            late -= self._steps.folder(step, self._followed(step)).left
         return result._replace(
             late=tuple(map(self.name_of, sorted(late))),
             own=self.slot if own and own in manifest.packets else None,
@@ -245,7 +252,7 @@ class Member:
         checks.static_integer("steps", steps, at_least=0)
         checks.in_interval("tokens", tokens, "[0, inf)")
         own = PacketRef(*self.me, records.sha256(packet), int(steps), records.tokens_of(tokens))
-        sent = own, packet, self.head(step - 1), self.lost(step - 1)
+        sent = own, packet, self._followed(step), self.lost(step - 1)
         with self._transferring:
             own = self._steps.send(step, *sent)
         self._packets = {own: packet}
@@ -277,9 +284,10 @@ class Member:
         if self._has_sent:
             return True
         self._has_sent = True
-        folder = self._steps.glance(step, self.head(step - 1), [self.slot])
-        earlier = folder.packets.get(self.slot)
-        if earlier is None or earlier.member == self.me:
+        earlier = self._steps.sent(step, [self.slot]).get(self.slot)
+        if earlier is None or earlier.head != self._followed(step):
+            return True
+        if earlier.packet.member == self.me:
             return True
         self._steps.say(step, self.me, "left")
         return False
@@ -296,7 +304,7 @@ class Member:
     @property
     def shortest_round(self) -> float:
         """The share of a round's seconds after which others may end it for this worker."""
-        return self._steps.shortest_round
+        return SHORTEST_ROUND if self._closed else 0.0
 
     def receive(self, step: int) -> ExchangeResult:
         """Returns what the others exchanged in a step that is decided."""
@@ -375,6 +383,10 @@ class Member:
         known = self._decided.get(step)
         return known.head if known else ""
 
+    def _followed(self, step: int) -> str:
+        """Returns the head that a packet of a step must follow; in an open run none does."""
+        return self.head(step - 1) if self._closed else ""
+
     @property
     def counted(self) -> dict[int, frozenset[MemberId]]:
         """Whose packets counted, by step, for snapshots to come of members only."""
@@ -386,14 +398,17 @@ class Member:
         return known.lost if known else ()
 
     def go_on_from(self, index: SnapshotIndex) -> None:
-        """Goes on from a snapshot; the first step of a run follows the hash of its index.
+        """Goes on from a snapshot; for members only, the first step follows the hash of its index.
 
         In an open run nobody asks what a snapshot follows.
         """
         with self._lock:
             self.astray, self._cut, self._prefetched, self._ahead = None, 0, {}, []
-            head, now = self._steps.begin(index), time.monotonic()
-            before = Decided(head, now, lost=index.lost)
+            head = index.head
+            if self._closed:
+                self._closed.begin(index.step, index.roster)
+                head = head if index.step else records.sha256(records.encode(index))
+            before = Decided(head, time.monotonic(), lost=index.lost)
             self._decided = {index.step - 1: before} if head else {}
 
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
@@ -404,8 +419,8 @@ class Member:
             self._learn(step, manifest=manifest)
             counted = sides.slots_of(manifest)  # whatever earlier processes of theirs have said
             self._left = {member for member in self._left if member[0] not in counted}
-            if self._signed:
-                self._signed.store.hold(step + 1, manifest.roster)
+            if self._closed:
+                self._closed.hold(step + 1, manifest.roster)
                 self._counted[step] = manifest.members
             kept_from = min(step - 1, self.judged_from)
             for kept in self._decided, self._counted:
@@ -442,11 +457,11 @@ class Member:
         With keys it is valid, and follows from the one before. If it does not follow, the side of
         more members goes on, and the other one begins anew.
         """
-        if self._signed is None:
+        if self._closed is None:
             return True
         absent_step, absent = self._absent
         absent = absent if absent_step == step else 0.0
-        if not sides.is_valid(self._signed.store, step, manifest, self.slots, absent):
+        if not sides.is_valid(self._closed, step, manifest, self.slots, absent):
             return False
         slots = sides.slots_of(manifest)
         if not self._follows(step, manifest):
@@ -498,7 +513,7 @@ class Member:
         long. If they are fewer, the last manifest is put in place again, since theirs may stand
         there. Of two equal sides the one goes on that has decided the step already.
         """
-        last, own = self._decided.get(step - 1), self.head(step - 1)
+        last, own = self._decided.get(step - 1), self._followed(step)
         others = {head: slots - {self.slot} for head, slots in by_head.items() if head != own}
         if not any(others.values()):
             return False
@@ -509,9 +524,9 @@ class Member:
             same |= silent - set().union(*others.values())
         best = sides.goes_on({**others, own: same}, loses_ties=own if is_decided else None)
         if best == own:
-            if self._signed and last and last.manifest and self._replaced < step:
+            if last and last.manifest and self._replaced < step:
                 self._replaced = step
-                self._signed.replace(step - 1, last.manifest)
+                self._replace(step - 1, last.manifest)
             return False
         self.astray = (
             f"{len(others[best])} members go on from another {self.unit} {step - 1} than this "
@@ -522,21 +537,22 @@ class Member:
 
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
-        logged, head = started, self.head(step - 1)
+        logged, head = started, self._followed(step)
         waits_for = {slot for slot, _ in expected if slot != self.slot}
 
-        def glance(step: int) -> records.StepFolder:
+        def glance(step: int) -> StepFolder:
             return self._steps.glance(step, head, sorted(waits_for))
 
         while True:
             self.end_if_leaving()
             looked = time.monotonic()
             reads: list[Callable[[int], Any]] = [self.manifest, glance]
-            manifest, folder = in_parallel(lambda read: read(step), reads)
+            manifest, _ = in_parallel(lambda read: read(step), reads)
             if manifest is not None:
                 return manifest
             is_over = looked - started >= self.deadline
-            folder = self._steps.look(step, head, folder, waits_for, thorough=is_over)
+            with self._transferring:
+                folder = self._steps.look(step, head, waits_for, thorough=is_over)
             if self.astray or self._goes_astray(step, self._steps.by_head(step)):
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()
@@ -569,8 +585,8 @@ class Member:
             if now - logged > LOG_EVERY_SECONDS:
                 logged = now
                 names = ", ".join(map(self.name_of, missing))
-                if self._steps.missing:
-                    what = f"waits, since {self._steps.missing}"
+                if self._closed and self._closed.missing:
+                    what = f"waits, since {self._closed.missing}"
                 elif len(arrived) >= self.min_workers:
                     what = f"waits for {names}, {waited:.0f} of at most {deadline:.0f} s"
                 else:
@@ -586,21 +602,25 @@ class Member:
 
     def _is_in_vain(self, step: int, slot: int) -> bool:
         """Tells whether others have lately waited in vain for what a member announced or listed."""
-        return step - self._vain.get(slot, step) in range(1, self._steps.vain_steps)
+        return step - self._vain.get(slot, step) in range(1, VAIN_STEPS if self._closed else 0)
 
     def _propose(self, step: int, packets: list[PacketRef]) -> Manifest | None:
         """Decides a step, unless a manifest is there from which as many members have gone on."""
         lost, key = self.lost(step - 1), records.step_key("manifests", step)
-        now, head, named = time.time(), self.head(step - 1), self._steps.roster
+        now, head, named = time.time(), self.head(step - 1), self._steps.look_for_roster()
         proposed = Manifest(step, tuple(sorted(packets)), head, now, named, lost)
         if self.store.create(key, records.encode(proposed)):
             return self._keep(step, proposed)
-        if self._signed is None:
+        if self._closed is None:
             return self._await_manifest(step)
         if (decided := self.manifest(step)) is None and self._may_replace(step, proposed):
-            self._signed.replace(step, proposed)
+            self._replace(step, proposed)
             decided = self.manifest(step)
         return decided
+
+    def _replace(self, step: int, manifest: Manifest) -> None:
+        """Writes a manifest in place of one that this member's side does not believe."""
+        self.store.put(records.step_key("manifests", step), records.encode(manifest))
 
     def _may_replace(self, step: int, proposed: Manifest) -> bool:
         """Tells whether a manifest that this worker does not take may be written over.
@@ -608,7 +628,7 @@ class Member:
         It may not if as many have gone on from it as have not, or a roster that it names is not
         there yet. One of its own side may not either if this worker did not count before.
         """
-        if self._signed is None or not self._steps.may_decide(step):
+        if not self._steps.may_decide(step):
             return False
         with contextlib.suppress(Damaged):
             there = records.decode(Manifest, self._get(records.step_key("manifests", step)))
@@ -617,7 +637,7 @@ class Member:
             if self.slot not in counted and there.previous == proposed.previous:
                 return False
             present = [n for n in range(self.slots) if self._steps.has(step + 1, n)]
-            gone_on = self._signed.sent(step + 1, present).keys() - {self.slot}
+            gone_on = self._steps.sent(step + 1, present).keys() - {self.slot}
             return len(gone_on) < len(sides.slots_of(proposed) - gone_on)
         return True
 
@@ -628,7 +648,8 @@ class Member:
 
     def _read(self, step: int, packets: Iterable[PacketRef], size: int | None = None) -> None:
         """Reads the packets that are not there yet, and keeps those of the right hash and size."""
-        held, packets = self._steps.payloads(step), set(packets) - self._packets.keys()
+        held = {x.packet: x.payload for x in self._steps.packets(step).values()}
+        packets = set(packets) - self._packets.keys()
         sent = {self._steps.key(step, packet): packet for packet in packets - held.keys()}
         found = {packet: held[packet] for packet in packets & held.keys()}
         missing = sent.keys()
@@ -685,8 +706,11 @@ class Member:
             counted, lost = {packet.slot: packet for packet in manifest.packets}, None
             missing = counted.keys() - packets.keys()
             if missing or is_past:
-                steps = self._signed
-                lost = sides.lost_later(steps, manifest, missing, self._peek) if steps else ()
+                lost = ()
+                if self._closed:
+                    lost = sides.lost_later(
+                        self._closed, self._steps, manifest, missing, self._peek
+                    )
             if missing:  # perhaps with this worker's own one, for which others wait like this
                 self._send_again(step)
             if lost is None and is_last:  # nobody has said anything yet
@@ -719,9 +743,9 @@ class Member:
             return f"a packet that counts in {self.unit} {step}, of {names},"
 
         try:
-            return self._retry(unread, attempt, 0.5 if self._signed else 1.0)
+            return self._retry(unread, attempt, 0.5 if self._closed else 1.0)
         except SwarmError as error:
-            if self._signed is None or (result := attempt(is_last=True)) is None:
+            if self._closed is None or (result := attempt(is_last=True)) is None:
                 raise
             known = "Most members have it:" if self.astray else "If most members have it,"
             self.tell(

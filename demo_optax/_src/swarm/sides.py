@@ -13,7 +13,7 @@ from demo_optax._src.swarm import records, steps
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Damaged, Manifest, MemberId
 from demo_optax._src.swarm.slots import have_left
-from demo_optax._src.swarm.steps import SignedSteps
+from demo_optax._src.swarm.steps import Steps
 from demo_optax._src.swarm.store import log
 
 
@@ -76,7 +76,8 @@ def goes_on(by_head: Mapping[str, Set[int]], loses_ties: str | None = None) -> s
 
 
 def lost_later(
-    signed_steps: SignedSteps,
+    store: MembersOnly,
+    said: Steps,
     manifest: Manifest,
     missing: Collection[int],
     read: Callable[[str], bytes | None],
@@ -88,7 +89,7 @@ def lost_later(
     ``missing`` here.
     """
     later, sent = manifest.step + 1, {x.slot: x.member for x in manifest.packets}
-    store, following = signed_steps.store, None
+    following = None
     with contextlib.suppress(Damaged):
         following = records.decode(Manifest, read(records.step_key("manifests", later)))
     if following is not None:
@@ -99,10 +100,10 @@ def lost_later(
             others = len(away) - len(have_left(store, away))
             return following.lost if len(signed) >= others else None
     own, by_head, lost = records.head(manifest, missing), {}, {}
-    for slot, said in signed_steps.sent(later, sent.keys()).items():
-        if said.head == records.head(manifest, said.lost):
-            by_head.setdefault(said.head, set()).add(slot)
-            lost[said.head] = said.lost
+    for slot, x in said.sent(later, sent.keys()).items():
+        if x.head == records.head(manifest, x.lost):
+            by_head.setdefault(x.head, set()).add(slot)
+            lost[x.head] = x.lost
     silent = sent.keys() - set().union(*by_head.values())
     best = goes_on(by_head | {own: by_head.get(own, set()) | silent})
     return None if best == own and silent else lost[best]
