@@ -181,7 +181,10 @@ class Member:
     @property
     def _patient_wait(self) -> float:
         """Seconds before a step goes on without most, who may lack a packet for half as long."""
-        return max(PATIENT_DEADLINES * self.deadline, self._patience + self.deadline)
+        deadline = self.deadline
+        if self._fixed_deadline is None and not self._has_sent:  # it replays, at no pace of a step
+            deadline = SHORTEST_DEADLINE
+        return max(PATIENT_DEADLINES * deadline, self._patience + deadline)
 
     @property
     def _longest_pause(self) -> float:
@@ -285,12 +288,11 @@ class Member:
             return True
         self._has_sent = True
         earlier = self._steps.sent(step, [self.slot]).get(self.slot)
-        if earlier is None or earlier.head != self._followed(step):
+        if earlier is None or earlier.packet.member == self.me:
             return True
-        if earlier.packet.member == self.me:
-            return True
-        self._steps.say(step, self.me, "left")
-        return False
+        if counts := earlier.head == self._followed(step):
+            self._steps.say(step, self.me, "left")
+        return not counts
 
     def wait_for_transfers(self) -> None:
         """Waits until no packet is being sent or read."""
@@ -335,9 +337,8 @@ class Member:
     def manifest(self, step: int) -> Manifest | None:
         """Returns which packets count in a step, or None if it is not decided."""
         with self._lock:
-            known = self._decided.get(step)
-            if known is not None and known.manifest is not None:
-                return known.manifest
+            if (known := self._known(step).manifest) is not None:
+                return known
             key, looked = records.step_key("manifests", step), time.monotonic()
             try:
                 data = self._get(key)
@@ -380,8 +381,7 @@ class Member:
 
     def head(self, step: int) -> str:
         """Returns the hash of what was decided up to a step, if this worker knows it."""
-        known = self._decided.get(step)
-        return known.head if known else ""
+        return self._known(step).head
 
     def _followed(self, step: int) -> str:
         """Returns the head that a packet of a step must follow; in an open run none does."""
@@ -394,8 +394,7 @@ class Member:
 
     def lost(self, step: int) -> tuple[int, ...]:
         """Returns the slots whose packets of a step this worker did not apply."""
-        known = self._decided.get(step)
-        return known.lost if known else ()
+        return self._known(step).lost
 
     def go_on_from(self, index: SnapshotIndex) -> None:
         """Goes on from a snapshot; for members only, the first step follows the hash of its index.
@@ -408,15 +407,13 @@ class Member:
             if self._closed:
                 self._closed.begin(index.step, index.roster)
                 head = head if index.step else records.sha256(records.encode(index))
-            before = Decided(head, time.monotonic(), lost=index.lost)
-            self._decided = {index.step - 1: before} if head else {}
+            self._decided = {index.step - 1: Decided(head, time.monotonic(), lost=index.lost)}
 
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:
             self._require_next(step, manifest)
-            before_snapshot = self._decided.get(step)
-            self._decided[step] = before_snapshot or Decided(records.head(manifest), 0.0)
-            self._learn(step, manifest=manifest)
+            head = self.head(step) or records.head(manifest)  # the first is that of a snapshot
+            self._learn(step, head=head, manifest=manifest)
             counted = sides.slots_of(manifest)  # whatever earlier processes of theirs have said
             self._left = {member for member in self._left if member[0] not in counted}
             if self._closed:
@@ -428,13 +425,14 @@ class Member:
                     kept.pop(old)
             return manifest
 
+    def _known(self, step: int) -> Decided:
+        return self._decided.get(step, Decided())
+
     def _learn(self, step: int, **changes: Any) -> None:
-        decided = self._decided[step]
-        self._decided[step] = decided._replace(learned=time.monotonic(), **changes)
+        self._decided[step] = self._known(step)._replace(learned=time.monotonic(), **changes)
 
     def _follows(self, step: int, manifest: Manifest) -> bool:
-        before = self._decided.get(step - 1)
-        return before is None or before.head == manifest.previous
+        return self.head(step - 1) in ("", manifest.previous)  # "" if nothing is known
 
     def _require_next(self, step: int, manifest: Manifest) -> None:
         """Raises SwarmError unless the manifest follows the one before, and knows this worker."""
@@ -483,8 +481,7 @@ class Member:
 
     def _is_patient(self, step: int) -> bool:
         """Tells whether those who counted before may still be waited for in a step."""
-        before = self._decided.get(step - 1)
-        return before is None or time.monotonic() - before.learned < self._patient_wait
+        return time.monotonic() - self._known(step - 1).learned < self._patient_wait
 
     def _is_there(self, step: int, packet: PacketRef) -> bool:
         """Tells whether a packet can be read, if those of its sender could not be read lately."""
@@ -513,18 +510,18 @@ class Member:
         long. If they are fewer, the last manifest is put in place again, since theirs may stand
         there. Of two equal sides the one goes on that has decided the step already.
         """
-        last, own = self._decided.get(step - 1), self._followed(step)
+        last, own = self._known(step - 1), self._followed(step)
         others = {head: slots - {self.slot} for head, slots in by_head.items() if head != own}
         if not any(others.values()):
             return False
         same = {self.slot} | by_head.get(own, set())
-        if last and self._is_patient(step):
+        if self._is_patient(step):
             left = {slot for slot, _ in self._left}
             silent = {x for x in last.slots if self._steps.has(step, x)} - left
             same |= silent - set().union(*others.values())
         best = sides.goes_on({**others, own: same}, loses_ties=own if is_decided else None)
         if best == own:
-            if last and last.manifest and self._replaced < step:
+            if last.manifest and self._replaced < step:
                 self._replaced = step
                 self._replace(step - 1, last.manifest)
             return False
@@ -632,8 +629,8 @@ class Member:
             return False
         with contextlib.suppress(Damaged):
             there = records.decode(Manifest, self._get(records.step_key("manifests", step)))
-            last = self._decided.get(step - 1)
-            counted = last.slots - set(proposed.lost) if last and last.manifest else {self.slot}
+            last = self._known(step - 1)
+            counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
             if self.slot not in counted and there.previous == proposed.previous:
                 return False
             present = [n for n in range(self.slots) if self._steps.has(step + 1, n)]
@@ -703,14 +700,10 @@ class Member:
         def attempt(is_last: bool = False) -> ExchangeResult | None:
             self._read(step, manifest.packets)
             packets = {x.slot: self._packets[x] for x in manifest.packets if x in self._packets}
-            counted, lost = {packet.slot: packet for packet in manifest.packets}, None
+            counted, lost = {packet.slot: packet for packet in manifest.packets}, ()
             missing = counted.keys() - packets.keys()
-            if missing or is_past:
-                lost = ()
-                if self._closed:
-                    lost = sides.lost_later(
-                        self._closed, self._steps, manifest, missing, self._peek
-                    )
+            if self._closed and (missing or is_past):
+                lost = sides.lost_later(self._closed, self._steps, manifest, missing, self._peek)
             if missing:  # perhaps with this worker's own one, for which others wait like this
                 self._send_again(step)
             if lost is None and is_last:  # nobody has said anything yet

@@ -6,6 +6,7 @@ on: that of more members, and of two equal ones that of the smaller head.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import NamedTuple
 
@@ -18,16 +19,16 @@ from demo_optax._src.swarm.store import log
 
 
 class Decided(NamedTuple):
-    """A step that is behind a worker, as the worker knows it."""
+    """A step that is behind a worker, as far as the worker knows it."""
 
-    head: str  # the hash of what was decided up to it
-    learned: float  # when the worker learned of it, by its own clock
+    head: str = ""  # the hash of what was decided up to it
+    learned: float = math.inf  # when the worker learned of it, by its own clock
     manifest: Manifest | None = None  # None in the step before a snapshot
     lost: tuple[int, ...] = ()  # slots whose packets this worker did not apply
 
     @property
     def slots(self) -> set[int]:
-        """The slots whose packets counted, as far as this is known."""
+        """The slots whose packets counted."""
         return slots_of(self.manifest) if self.manifest else set()
 
 

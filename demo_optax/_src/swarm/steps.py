@@ -41,8 +41,8 @@ class StepFolder(NamedTuple):
     """What is known of a step."""
 
     packets: dict[int, PacketRef]  # by slot
-    here: frozenset[MemberId]  # workers that will send one
-    left: frozenset[MemberId]  # workers that will not
+    here: set[MemberId]  # workers that will send one
+    left: set[MemberId]  # workers that will not
 
 
 class Steps:
@@ -85,14 +85,11 @@ class Steps:
     def folder(self, step: int, head: str) -> StepFolder:
         """Returns what is known of a step; nobody waits for members with another head."""
         said = list(self._said.get(step, {}).values())
-        marked = {
-            mark: frozenset(x.packet.member for x in said if x.mark == mark)
-            for mark in MARKS.values()
-        }
+        here, left = ({x.packet.member for x in said if x.mark == y} for y in ("here", "left"))
         sent = self.packets(step)
-        here = {n: x.packet for n, x in sent.items() if x.head == head and self.has(step, n)}
+        packets = {n: x.packet for n, x in sent.items() if x.head == head and self.has(step, n)}
         elsewhere = {x.packet.member for x in sent.values() if x.head != head}
-        return StepFolder(here, marked["here"], marked["left"] | elsewhere)
+        return StepFolder(packets, here, left | elsewhere)
 
     def packets(self, step: int) -> dict[int, Said]:
         """Returns the packets that are known of a step, by slot: those of the last processes."""
