@@ -53,7 +53,7 @@ class Steps:
         self._closed = store if isinstance(store, MembersOnly) else None
         self._looked_for_roster, self._looked_for_itself = 0.0, time.monotonic()
         self._said: dict[int, dict[str, Said]] = {}  # by step and name
-        self._listed: dict[str, int] = {}  # the slots of the names in the last list
+        self._listed: dict[str, int] = {}  # slots of the packets in the last list, by name
         self._asked = ""  # the name that the last glance was at
         self._looks = 0  # so that each glance is at another one
 
@@ -190,12 +190,13 @@ class Steps:
         return records.encode(Manifest(step, (packet,), head, 0.0, lost=lost)) + b"\n" + payload
 
     def _list(self, step: int) -> None:
-        """Lists an open run's step; the name of a mark says all of it."""
+        """Lists an open run's step: the last packet of each slot, and marks, which need no look."""
         if self._closed is None:
             names = map(_NAME.fullmatch, self._store.names(records.step_key("packets", step)))
-            found = {x[0]: (int(x[1]), int(x[2]), x[3]) for x in names if x}
-            self._listed = {name: slot for name, (slot, *_) in found.items()}
-            for name, (slot, incarnation, mark) in found.items():
+            found = [(x[0], int(x[1]), int(x[2]), x[3]) for x in names if x]
+            packets = {slot: name for name, slot, _, kind in found if kind == "packet"}
+            self._listed = {name: slot for slot, name in packets.items()}
+            for name, slot, incarnation, mark in found:
                 if mark != "packet" and slot < self._slots:
                     packet = PacketRef(slot, incarnation, "", 0, 0)
                     self._keep(step, name, Said("", packet, mark.encode()))
@@ -207,7 +208,7 @@ class Steps:
             names = {f"{slot:03d}.packet": slot for slot in self._closed.members(step)}
 
         def is_open(name: str) -> bool:
-            is_final = name in said and (self._closed is None or said[name].mark != "here")
+            is_final = name in said and said[name].mark != "here"
             return not is_final or names[name] in again
 
         return [name for name, slot in names.items() if slot in slots and is_open(name)]
