@@ -27,7 +27,7 @@ from demo_optax._src.swarm.records import (
 )
 from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import claim, read_claim
-from demo_optax._src.swarm.steps import StepFolder, Steps
+from demo_optax._src.swarm.steps import Steps
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
@@ -229,9 +229,7 @@ class Member:
             self._steps.say(step, self.me, "ends")
         if ends_round or steps > 1:
             self.unit = "round"
-        own = None
-        if self.may_send(step):
-            own = self.send(step, packet, steps, tokens)
+        own = self.send(step, packet, steps, tokens) if self.may_send(step) else None
         previous = self.manifest(step - 1)
         counted = previous.members if previous else frozenset()
         expected = {x for x in counted if self._steps.has(step, x[0])}
@@ -468,7 +466,8 @@ class Member:
         if manifest.lost != self.lost(step - 1):
             return False
         for member in self._left_out(step, slots):
-            said = self._steps.glance(step, self.head(step - 1), [member[0]]).left
+            self._steps.glance(step, [member[0]])
+            said = self._steps.folder(step, self.head(step - 1)).left
             has_left = self.store.get(records.left_key(member)) is not None
             self._left = self._left | said | ({member} if has_left else set())
         are_there = all(self._is_there(step, packet) for packet in manifest.packets)
@@ -537,14 +536,13 @@ class Member:
         logged, head = started, self._followed(step)
         waits_for = {slot for slot, _ in expected if slot != self.slot}
 
-        def glance(step: int) -> StepFolder:
-            return self._steps.glance(step, head, sorted(waits_for))
+        def glance() -> None:
+            self._steps.glance(step, sorted(waits_for))
 
         while True:
             self.end_if_leaving()
             looked = time.monotonic()
-            reads: list[Callable[[int], Any]] = [self.manifest, glance]
-            manifest, _ = in_parallel(lambda read: read(step), reads)
+            manifest, _ = in_parallel(lambda look: look(), [lambda: self.manifest(step), glance])
             if manifest is not None:
                 return manifest
             is_over = looked - started >= self.deadline
@@ -645,17 +643,16 @@ class Member:
 
     def _read(self, step: int, packets: Iterable[PacketRef], size: int | None = None) -> None:
         """Reads the packets that are not there yet, and keeps those of the right hash and size."""
-        held = {x.packet: x.payload for x in self._steps.packets(step).values()}
-        packets = set(packets) - self._packets.keys()
-        sent = {self._steps.key(step, packet): packet for packet in packets - held.keys()}
-        found = {packet: held[packet] for packet in packets & held.keys()}
-        missing = sent.keys()
-        with self._transferring if missing else contextlib.nullcontext():
-            for key, data in self._read_all(missing).items():
-                found[sent[key]] = self._steps.payload(data)
-        for packet, data in found.items():
-            if records.sha256(data) == packet.sha256 and self._fits(step, packet, data, size):
-                self._packets[packet] = data
+        found = {x.packet: x.payload for x in self._steps.packets(step).values()}
+        wanted = set(packets) - self._packets.keys()
+        away = {self._steps.key(step, packet): packet for packet in wanted - found.keys()}
+        with self._transferring if away else contextlib.nullcontext():
+            for key, data in self._read_all(away).items():
+                found[away[key]] = self._steps.payload(data)
+        for packet in wanted & found.keys():
+            is_whole = records.sha256(found[packet]) == packet.sha256
+            if is_whole and self._fits(step, packet, found[packet], size):
+                self._packets[packet] = found[packet]
 
     def _fits(self, step: int, packet: PacketRef, data: bytes, size: int | None) -> bool:
         """Tells whether a packet has a length that may count; says once of a worker if not."""

@@ -57,7 +57,7 @@ class Steps:
         self._asked = ""  # the name that the last glance was at
         self._looks = 0  # so that each glance is at another one
 
-    def glance(self, step: int, head: str, waits_for: Collection[int]) -> StepFolder:
+    def glance(self, step: int, waits_for: Collection[int]) -> None:
         """Asks the store once: for a list, or for what a member has said that is waited for.
 
         While one of these is missing, the others can wait.
@@ -67,7 +67,6 @@ class Steps:
             self._looks += 1
             self._asked = open_ones[self._looks % len(open_ones)]
             self._keep(step, self._asked, self._read(step, self._asked))
-        return self.folder(step, head)
 
     def look(self, step: int, head: str, waits_for: Collection[int], thorough: bool) -> StepFolder:
         """Looks at the others, once the one that was waited for has come.

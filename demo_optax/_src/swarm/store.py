@@ -51,18 +51,23 @@ class Store(Protocol):
 
     def put(self, key: str, data: bytes) -> None:
         """Writes an object."""
+        ...
 
     def create(self, key: str, data: bytes) -> bool:
         """Writes an object unless it exists; of several writers exactly one gets True."""
+        ...
 
     def get(self, key: str) -> bytes | None:
         """Reads an object, or returns None where there is none."""
+        ...
 
     def names(self, folder: str) -> list[str]:
         """Lists the objects in a folder and its subfolders, without the folder's own name."""
+        ...
 
     def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects, and ignores those that do not exist."""
+        ...
 
 
 class ObjectStore(Store):
