@@ -463,7 +463,7 @@ class Member:
         if not self._follows(step, manifest):
             by_head = {**self._steps.by_head(step), manifest.previous: slots}
             return self._goes_astray(step, by_head, is_decided=True)
-        if manifest.lost != self.lost(step - 1):
+        if self.head(step - 1) and manifest.lost != self.lost(step - 1):
             return False
         for member in self._left_out(step, slots):
             self._steps.glance(step, [member[0]])
