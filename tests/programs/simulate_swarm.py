@@ -19,6 +19,7 @@ import logging
 import os
 import pathlib
 import random
+import re
 import secrets
 import sys
 import tempfile
@@ -183,7 +184,8 @@ class Run:
         self.held: defaultdict[str, dict[int, str]] = defaultdict(dict)  # since the calm, by step
         self.ever: defaultdict[int, dict[str, str]] = defaultdict(dict)  # by step and digest
         self.counted: set[str] = set()  # whose packets were applied since the calm
-        self.spoke: dict[str, tuple[float, str]] = {}
+        self.spoke: defaultdict[str, tuple[float, str]] = defaultdict(lambda: (0.0, ""))
+        self.stepped: defaultdict[str, float] = defaultdict(float)
         self.trace: list[str] = []
         self.roster: roster.Roster | None = None
         self.fault = ""
@@ -193,8 +195,11 @@ class Run:
         return [*kinds, *OF_OBJECTS, "join", "take out"] if self.is_closed else kinds
 
     def say(self, who: str, what: str) -> None:
-        self.spoke[who] = self.world.now, what
-        self.trace.append(f"{self.world.now:8.2f} {who:5} {what}")
+        """Notes what somebody says, or once if it repeats itself."""
+        words = re.sub("[0-9]+", "", what)
+        if who == "!" or self.spoke[who][1] != words:
+            self.trace.append(f"{self.world.now:8.2f} {who:5} {what}")
+        self.spoke[who] = self.world.now, words
 
     def fail(self, what: str) -> None:
         self.fault = self.fault or what
@@ -245,6 +250,7 @@ class Run:
             self._note(name, trainer.number, digest(params))
 
     def _note(self, name: str, number: int, held: str) -> None:
+        self.stepped[name] = self.world.now
         others = {x: y for x, y in self.ever[number].items() if x != held}
         if others and not self.is_closed:
             self.fail(f"step {number}: {others} has other parameters")
@@ -323,23 +329,28 @@ class Run:
             self.present = [*self.present, new]
             self.start(new)
         if trouble.kind == "take out" and len(self.present) > 2:
-            self.present = [x for x in self.present if x != (gone := rng.choice(self.present))]
+            gone = rng.choice(self.present)
             self.change_roster(without=[gone])
+            self.present = [x for x in self.present if x != gone]
         if trouble.kind in OF_OBJECTS:
             self.harm(trouble, rng)
 
     def harm(self, trouble: Trouble, rng: random.Random) -> None:
         """Deletes or overwrites an object, more often one of the last."""
         folders = {x.partition("/")[0] for x in self.objects}
-        folder = rng.choice(sorted(folders if self.is_closed else folders & {"packets", "snapshots"}))
+        folders &= folders if self.is_closed else {"packets", "snapshots"}
+        if not folders:
+            return
+        folder = rng.choice(sorted(folders))
         keys = [x for x in self.objects if x.partition("/")[0] == folder]
         key = keys[-1 - int(len(keys) * rng.random() ** 3)]
         around = [x for x in keys if x.rpartition("/")[0] == key.rpartition("/")[0]]
+        another = self.objects[rng.choice(keys)]
         for harmed in around if trouble.kind == "delete all" else [key]:
             data = {
                 "junk": rng.randbytes(rng.choice((0, 10, 200))),
                 "older": self.objects.versions[harmed][0],
-                "another's": self.objects[rng.choice(keys)],
+                "another's": another,
             }.get(trouble.kind)
             self.objects.harm(harmed, data)
             self.later(trouble.seconds, self.objects.restore, harmed)
@@ -399,9 +410,10 @@ class Run:
         self._calm()
         if self._pass(CALM):
             return
-        silent = [x for x in self.present if self.world.now - self.spoke.get(x, (0.0,))[0] > 60]
+        lately = self.world.now - 60
+        silent = {x for x in self.present if max(self.stepped[x], self.spoke[x][0]) < lately}
         if not self.objects.harmed or silent:
-            self.fail(f"not together after {CALM:.0f} s; nobody heard of {silent}")
+            self.fail(f"not together after {CALM:.0f} s; silent: {sorted(silent)}")
         for key in list(self.objects.harmed):
             self.objects.restore(key)
             self.say("!", f"put back: {key}")
@@ -487,7 +499,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(f"\nseed {seed}: {run.fault or 'well'}", *run.trace, sep="\n", flush=True)
             failed += [seed] if run.fault else []
             seconds = time.monotonic() - started
-            print(f"\r{number} runs, {len(failed)} failed, {number / seconds:.1f} a second", end="")
+            if number % 10 == 0 or seed == seeds[-1]:
+                print(f"{number} runs, {len(failed)} failed, {number / seconds:.1f} a second")
     print(f"\nfailed: {failed}" if failed else "")
     return bool(failed)
 
