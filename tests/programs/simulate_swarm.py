@@ -95,11 +95,13 @@ class Objects(dict[str, bytes]):
         self.harmed[key] = data, self.harmed.get(key, (None, self[key]))[1]
         self.pop(key) if data is None else self.update({key: data})
 
-    def restore(self, key: str) -> None:
+    def restore(self, key: str) -> bool:
         """Puts an object back unless somebody has written it again."""
-        harmed, genuine = self.harmed.pop(key, (None, b""))
-        if genuine and self.get(key) == harmed:
-            self[key] = genuine
+        harmed, genuine = self.harmed.pop(key, (None, None))
+        if genuine is None or self.get(key) != harmed:
+            return False
+        self[key] = genuine
+        return True
 
 
 class Link(Store):
@@ -125,13 +127,13 @@ class Link(Store):
         return found
 
     def put(self, key: str, data: bytes) -> None:
-        self._ask(f"write {key}", lambda: self._run.objects.write(key, data))
+        self._ask(f"write {key}", lambda: self._run.write(self._name, key, data))
 
     def create(self, key: str, data: bytes) -> bool:
         def attempt() -> bool:
             if key in self._run.objects:
                 return False
-            self._run.objects.write(key, data)
+            self._run.write(self._name, key, data)
             return self._run.rng.random() > 0.01  # an answer that was lost, and asked for again
 
         return self._ask(f"create {key}", attempt)
@@ -163,16 +165,19 @@ class Run:
         self.every = self.rng.choice((3, 6))
         self.rates = {x: self.rng.choice((1.0, 1.0, 0.8, 1.25)) for x in NAMES}
         self.paces = {x: self.rng.choice((0.3, 1.0, 1.0, 3.0)) for x in NAMES}
+        kinds = self.rng.sample(self._kinds(), self.rng.randint(1, 4))
         self.troubles = sorted(
             Trouble(
                 self.rng.uniform(5, TROUBLED),
-                self.rng.choice(self._kinds()),
+                self.rng.choice(kinds),
                 self.rng.randrange(number),
                 self.rng.choice((1.0, 5.0, 15.0, 40.0, 1e9)),
                 self.rng.getrandbits(32),
             )
             for _ in range(self.rng.randint(1, options.troubles))
         )
+        if options.only is not None:
+            self.troubles = [self.troubles[int(x)] for x in options.only.split(",")]
         self.processes: dict[str, Process] = {}
         self.every_process: list[Process] = []
         self.cut_until: defaultdict[str, float] = defaultdict(float)
@@ -184,7 +189,8 @@ class Run:
         self.held: defaultdict[str, dict[int, str]] = defaultdict(dict)  # since the calm, by step
         self.ever: defaultdict[int, dict[str, str]] = defaultdict(dict)  # by step and digest
         self.counted: set[str] = set()  # whose packets were applied since the calm
-        self.spoke: defaultdict[str, tuple[float, str]] = defaultdict(lambda: (0.0, ""))
+        self.spoke: defaultdict[str, float] = defaultdict(float)
+        self.said: set[tuple[str, str]] = set()
         self.stepped: defaultdict[str, float] = defaultdict(float)
         self.trace: list[str] = []
         self.roster: roster.Roster | None = None
@@ -195,15 +201,22 @@ class Run:
         return [*kinds, *OF_OBJECTS, "join", "take out"] if self.is_closed else kinds
 
     def say(self, who: str, what: str) -> None:
-        """Notes what somebody says, or once if it repeats itself."""
-        words = re.sub("[0-9]+", "", what)
-        if who == "!" or self.spoke[who][1] != words:
+        """Notes what somebody says, or once if it repeats itself until the next trouble."""
+        words = who, re.sub("[0-9]+", "", what)
+        self.said = {words} if who == "!" else self.said
+        if words not in self.said or who == "!" or self.is_verbose:
             self.trace.append(f"{self.world.now:8.2f} {who:5} {what}")
-        self.spoke[who] = self.world.now, words
+        self.spoke[who] = self.world.now
+        self.said.add(words)
 
     def fail(self, what: str) -> None:
         self.fault = self.fault or what
         self.say(self.world.current.process.name, f"FAULT: {what}")
+
+    def write(self, who: str, key: str, data: bytes) -> None:
+        self.objects.write(key, data)
+        if self.is_verbose:
+            self.say(who, f"writes {key}")
 
     # What members do
 
@@ -410,15 +423,12 @@ class Run:
         self._calm()
         if self._pass(CALM):
             return
+        restored = [key for key in list(self.objects.harmed) if self.objects.restore(key)]
+        self.say("!", f"put back: {', '.join(restored)}")
         lately = self.world.now - 60
-        silent = {x for x in self.present if max(self.stepped[x], self.spoke[x][0]) < lately}
-        if not self.objects.harmed or silent:
-            self.fail(f"not together after {CALM:.0f} s; silent: {sorted(silent)}")
-        for key in list(self.objects.harmed):
-            self.objects.restore(key)
-            self.say("!", f"put back: {key}")
-        if not self._pass(CALM):
-            self.fail(f"not together {CALM:.0f} s after all is back")
+        silent = {x for x in self.present if max(self.stepped[x], self.spoke[x]) < lately}
+        if silent or not restored or not self._pass(CALM):
+            self.fail(f"not together; silent for a minute: {', '.join(sorted(silent))}")
 
     def _calm(self) -> None:
         """Ends all troubles but those of objects."""
@@ -446,7 +456,8 @@ class Run:
                 if not isinstance(error, SwarmError | OSError | Left):
                     self.fail(f"{type(error).__name__} in a thread: {error}")
             held = [set(self.held[x].items()) for x in self.present]
-            if is_calm and len(set.intersection(*held)) >= TOGETHER:
+            are_together = len(set.intersection(*held)) >= TOGETHER
+            if is_calm and are_together and self.counted.issuperset(self.present):
                 return True
         return False
 
@@ -471,11 +482,13 @@ def simulate(options: argparse.Namespace, seed: int, keys: pathlib.Path) -> Run:
     run = Run(options, seed, keys)
     if not run.go() or options.verbose:
         return run
-    for trouble in run.troubles:
+    every = run.troubles
+    for trouble in every:
         fewer = Run(options, seed, keys)
         fewer.troubles = [x for x in run.troubles if x != trouble]
         if fewer.go():
             run = fewer
+    run.say("!", f"--seed {seed} --only {','.join(str(every.index(x)) for x in run.troubles)}")
     return run
 
 
@@ -485,6 +498,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="one alone")
     parser.add_argument("--members", type=int, help="of each run; 2 to 5 by default")
     parser.add_argument("--troubles", type=int, default=6, help="at most, of a run")
+    parser.add_argument("--only", help="the numbers of the troubles that happen, such as 0,2")
     parser.add_argument("--closed", action="store_true", help="members have keys")
     parser.add_argument("--verbose", action="store_true", help="with each step")
     options = parser.parse_args(words)
