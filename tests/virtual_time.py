@@ -30,7 +30,9 @@ class Process:
 class Thread:
     """A thread of the process that makes it, with what `threading.Thread` offers."""
 
-    def __init__(self, world: "World", target: Callable[[], object], process: Process | None = None):
+    def __init__(
+        self, world: "World", target: Callable[[], object], process: Process | None = None
+    ):
         self.world, self.target = world, target
         self.process = process or world.current.process
         self.ident, self.ticket, self.turn = None, 0, threading.Lock()
@@ -59,6 +61,7 @@ class World:
         self.now, self._tickets = 0.0, itertools.count(1)
         self.errors: list[Exception] = []  # of functions that executors ran
         self._queue: list[tuple[float, int, Thread]] = []
+        self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self.current: Thread = Thread(self, lambda: None, Process("the world"))
 
     def wake(self, thread: Thread, seconds: float) -> None:
@@ -92,6 +95,29 @@ class World:
                 continue
             self.now, thread.ticket, self.current = max(self.now, time), 0, thread
             return thread
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        """Plans what the first thread shall do as it advances."""
+        heapq.heappush(self._agenda, (self.now + seconds, next(self._tickets), action))
+
+    def advance(self, seconds: float, is_over: Callable[[], bool]) -> bool:
+        """Lets the others go on, and looks at them each second; tells whether it is over."""
+        until = self.now + seconds
+        while not is_over():
+            if self.now >= until:
+                return False
+            after = min(until, self.now + 1.0, *(x[0] for x in self._agenda[:1]))
+            self.pause(after - self.now)
+            while self._agenda and self._agenda[0][0] <= self.now:
+                heapq.heappop(self._agenda)[-1]()
+        return True
+
+    def end(self, processes: list[Process]) -> None:
+        """Ends all threads of some processes, and waits for it."""
+        for process in processes:
+            self.kill(process)
+        while any(x.threads for x in processes):
+            self.pause(0.0)
 
     def kill(self, process: Process) -> None:
         """Ends all threads of a process where they wait."""
@@ -246,7 +272,7 @@ def threading_of(world: World) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def replaced(modules: list[ModuleType], pairs: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Puts other values in the place of some that modules have imported, whatever they call them."""
+    """Puts other values in the place of some that modules have imported, whatever their names."""
     new = {id(old): value for old, value in pairs}
     found = [(x, *item) for x in modules for item in list(vars(x).items()) if id(item[1]) in new]
     for module, name, old in found:
