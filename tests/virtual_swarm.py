@@ -304,7 +304,7 @@ class Swarm:
             (agreement.facts_of, lambda *_: {}),
         ]
         handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda line: self.say(self.world.current.process.name, line.getMessage())
+        handler.emit = lambda record: self.say(self.world.current.process.name, record.getMessage())
         store.log.addHandler(handler)
         with virtual_time.replaced(modules, stand_ins):
             try:
