@@ -131,7 +131,12 @@ class Link(Store):
         return self._ask(f"list {folder}", listed)
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._ask("delete", lambda: [self._objects.pop(key, None) for key in keys])
+        def remove() -> None:
+            for key in filter(self._objects.__contains__, keys):
+                del self._objects[key]
+                self._swarm.note(self._name, f"deletes {key}")
+
+        self._ask("delete", remove)
 
 
 class Swarm:
