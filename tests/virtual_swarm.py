@@ -68,7 +68,8 @@ class Objects(dict[str, bytes]):
         self.versions[key].append(data)
 
     def harm(self, key: str, data: bytes | None) -> None:
-        self.harmed[key] = data, self.harmed.get(key, (None, self[key]))[1]
+        there, genuine = self.harmed.get(key, (None, b""))
+        self.harmed[key] = data, genuine if there == self[key] else self[key]
         self.pop(key) if data is None else self.update({key: data})
 
     def restore(self, key: str) -> bool:
