@@ -12,6 +12,7 @@ was wrong has only the troubles that this needs.
 """
 
 import argparse
+import itertools
 import os
 import pathlib
 import random
@@ -192,7 +193,9 @@ def simulate(options: argparse.Namespace, seed: int, keys: pathlib.Path) -> Swar
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:100", help="the first, and the one after the last")
+    parser.add_argument(
+        "--seeds", nargs="+", default=["0:100"], help="the first, and the one after the last"
+    )
     parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--members", type=int, help=f"2 to {SLOTS}; by default the seed says it")
     parser.add_argument("--troubles", type=int, default=8, help="at most, in a run")
@@ -201,8 +204,8 @@ def main() -> int:
     parser.add_argument("--closed", action="store_true", help="for members only")
     parser.add_argument("--verbose", action="store_true", help="with each step and object")
     options = parser.parse_args()
-    first, last = map(int, options.seeds.split(":"))
-    seeds = range(first, last) if options.seed is None else [options.seed]
+    ranges = [range(*map(int, x.split(":"))) for x in options.seeds]
+    seeds = list(itertools.chain(*ranges)) if options.seed is None else [options.seed]
     if hasattr(os, "sched_setaffinity"):  # on one core threads hand over twice as fast
         os.sched_setaffinity(0, [random.choice(sorted(os.sched_getaffinity(0)))])
     started, failed = time.monotonic(), []

@@ -10,9 +10,17 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("words", [["--closed"], []], ids=["closed", "open"])
+CASES = {
+    "closed": "--closed --seeds 20:26",
+    "open": "--seeds 20:26",
+    # A packet that counts was written over, by whoever came back or had gone back.
+    "two members": "--closed --members 2 --seeds 33:34 41:42 69:70 114:115",
+}
+
+
+@pytest.mark.parametrize("words", CASES.values(), ids=CASES)
 def test_members_come_together_after_troubles(words):
-    command = [sys.executable, "-m", "tests.programs.simulate_swarm", "--seeds", "20:26", *words]
+    command = [sys.executable, "-m", "tests.programs.simulate_swarm", *words.split()]
     environment = os.environ | {"PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

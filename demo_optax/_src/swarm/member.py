@@ -134,7 +134,7 @@ class Member:
         self._fixed_deadline = deadline
         self._durations: collections.deque[float] = collections.deque(maxlen=NUM_DURATIONS)
         self._last_time: float | None = None
-        self._has_sent = False
+        self._may_have_sent = True  # in the next step, before it started or went back
         self._steps = Steps(store, slots)
         self._decided = {-1: Decided(beginning, time.monotonic())}
         self._counted: dict[int, frozenset[MemberId]] = {}  # for members only
@@ -182,7 +182,8 @@ class Member:
     def _patient_wait(self) -> float:
         """Seconds before a step goes on without most, who may lack a packet for half as long."""
         deadline = self.deadline
-        if self._fixed_deadline is None and not self._has_sent:  # it replays, at no pace of a step
+        replays = self._may_have_sent and not self._durations
+        if self._fixed_deadline is None and replays:  # at no pace of a step
             deadline = SHORTEST_DEADLINE
         return max(PATIENT_DEADLINES * deadline, self._patience + deadline)
 
@@ -275,22 +276,23 @@ class Member:
                     self._steps.send(number, *self._sent[number])
 
     def may_send(self, step: int) -> bool:
-        """Tells whether an earlier process of this worker has left no packet in a step.
+        """Tells whether this worker has left no packet in a step before.
 
-        That packet shall count. Otherwise the worker helps to decide the step, and sends nothing.
+        An earlier process may have, or this one before it went back to a snapshot. That packet
+        shall count, since manifests may list it, and the worker sends nothing in its place.
         """
         self._packets = {}
         if self.is_unheard or not self._steps.may_decide(step):
             return False  # or the roster that it is in does not hold yet
-        if self._has_sent:
+        if not self._may_have_sent:
             return True
-        self._has_sent = True
         earlier = self._steps.sent(step, [self.slot]).get(self.slot)
-        if earlier is None or earlier.packet.member == self.me:
+        self._may_have_sent = earlier is not None
+        if earlier is None or earlier.head != self._followed(step):
             return True
-        if counts := earlier.head == self._followed(step):
+        if earlier.packet.member != self.me:
             self._steps.say(step, self.me, "left")
-        return not counts
+        return False
 
     def wait_for_transfers(self) -> None:
         """Waits until no packet is being sent or read."""
@@ -401,7 +403,7 @@ class Member:
         """
         with self._lock:
             self.astray, self._cut, self._prefetched, self._ahead = None, 0, {}, []
-            head = index.head
+            self._may_have_sent, head = True, index.head
             if self._closed:
                 self._closed.begin(index.step, index.roster)
                 head = head if index.step else records.sha256(records.encode(index))
