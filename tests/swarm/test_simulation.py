@@ -15,6 +15,8 @@ CASES = {
     "open": "--seeds 20:26",
     # A packet that counts was written over, by whoever came back or had gone back.
     "two members": "--closed --members 2 --seeds 33:34 41:42 69:70 114:115",
+    # Sides parted, and went on in steps in which they did not see each other.
+    "sides": "--closed --seeds 38:39 122:123 197:198",
 }
 
 

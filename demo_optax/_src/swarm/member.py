@@ -44,6 +44,7 @@ PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has
 AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
 # In a run for members only:
 PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
+MOST_FOLLOWED = 100  # steps of others, to see who has gone on
 VAIN_STEPS = 10  # in which nobody waits again for a member that announced itself in vain
 SHORTEST_ROUND = 0.5  # the share of a round's seconds after which a member may end it for all
 
@@ -403,7 +404,8 @@ class Member:
         """
         with self._lock:
             self.astray, self._cut, self._prefetched, self._ahead = None, 0, {}, []
-            self._may_have_sent, head = True, index.head
+            self._may_have_sent, self.is_unheard, head = True, False, index.head
+            self._steps = Steps(self.store, self.slots)  # what was said may be written over
             if self._closed:
                 self._closed.begin(index.step, index.roster)
                 head = head if index.step else records.sha256(records.encode(index))
@@ -533,6 +535,32 @@ class Member:
         self.tell(f"{self.unit} {step}: {self.astray}")
         return True
 
+    def _compare_chains(self, closed: MembersOnly, step: int) -> None:
+        """Compares what the store holds with this worker's own steps, when it waits in vain.
+
+        Where sides part, one order says which of them goes on, in whatever steps they are: it puts
+        its manifests in place again, and the other one goes back.
+        """
+        own = {n: known.manifest for n, known in sorted(self._decided.items()) if known.manifest}
+        keys = {n: records.step_key("manifests", n) for n in [*own, step]}
+        found, before = self._read_all(keys.values()), None
+        for n, manifest in own.items():
+            with contextlib.suppress(Damaged):
+                there = records.decode(Manifest, found.get(keys[n]))
+                if records.head(there) == records.head(manifest):
+                    before = manifest
+                    continue
+                follows = manifest.previous, before and records.head(before, there.lost)
+                goes_on = sides.goes_before(closed, n, there, manifest, self.slots)
+                if there.previous in follows and goes_on:
+                    self.astray = f"others go on from another {self.unit} {n}"
+                    break
+            self._replace(n, before := manifest)
+        if not self.astray and keys[step] in found:
+            self.astray = f"others have gone on from {self.unit} {step} by another manifest"
+        if self.astray:
+            self.tell(f"{self.astray}: it goes back to a snapshot")
+
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
         logged, head = started, self._followed(step)
@@ -576,9 +604,6 @@ class Member:
                 self._vain |= {slot: step for slot, _ in set(missing) & here - expected}
                 if (decided := self._propose(step, packets)) is not None:
                     return decided
-                if waited > self._patient_wait + deadline:
-                    self.astray = f"most have gone on from {self.unit} {step}"
-                    self.tell(f"{self.astray} by a manifest that does not stand here: goes back")
             if now - logged > LOG_EVERY_SECONDS:
                 logged = now
                 names = ", ".join(map(self.name_of, missing))
@@ -595,6 +620,8 @@ class Member:
                 self._send_again(step)
                 self._steps.look_for_roster()
                 self.repeat()
+                if self._closed and waited > self._patient_wait + self.deadline:
+                    self._compare_chains(self._closed, step)
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
     def _is_in_vain(self, step: int, slot: int) -> bool:
@@ -608,9 +635,9 @@ class Member:
         proposed = Manifest(step, tuple(sorted(packets)), head, now, named, lost)
         if self.store.create(key, records.encode(proposed)):
             return self._keep(step, proposed)
-        if self._closed is None:
+        if (closed := self._closed) is None:
             return self._await_manifest(step)
-        if (decided := self.manifest(step)) is None and self._may_replace(step, proposed):
+        if (decided := self.manifest(step)) is None and self._may_replace(closed, step, proposed):
             self._replace(step, proposed)
             decided = self.manifest(step)
         return decided
@@ -619,7 +646,7 @@ class Member:
         """Writes a manifest in place of one that this member's side does not believe."""
         self.store.put(records.step_key("manifests", step), records.encode(manifest))
 
-    def _may_replace(self, step: int, proposed: Manifest) -> bool:
+    def _may_replace(self, closed: MembersOnly, step: int, proposed: Manifest) -> bool:
         """Tells whether a manifest that this worker does not take may be written over.
 
         It may not if as many have gone on from it as have not, or a roster that it names is not
@@ -633,10 +660,25 @@ class Member:
             counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
             if self.slot not in counted and there.previous == proposed.previous:
                 return False
-            present = [n for n in range(self.slots) if self._steps.has(step + 1, n)]
-            gone_on = self._steps.sent(step + 1, present).keys() - {self.slot}
+            gone_on = self._gone_on(there)
+            if there.previous != proposed.previous:  # who is here has come back from there
+                gone_on -= sides.slots_of(proposed)
+            if not sides.is_valid(closed, step, there, self.slots):
+                gone_on -= {self.slot}  # in an earlier process, with other settings
             return len(gone_on) < len(sides.slots_of(proposed) - gone_on)
         return True
+
+    def _gone_on(self, manifest: Manifest) -> set[int]:
+        """Returns the slots from which packets follow a manifest, in this or a later step."""
+        gone_on: set[int] = set()
+        with contextlib.suppress(Damaged):
+            for later in range(manifest.step + 1, manifest.step + 1 + MOST_FOLLOWED):
+                gone_on |= self._steps.followers(manifest)
+                there = records.decode(Manifest, self._get(records.step_key("manifests", later)))
+                if there.previous != records.head(manifest, there.lost):
+                    break
+                manifest = there
+        return gone_on
 
     def _await_manifest(self, step: int) -> Manifest:
         """Returns the manifest of a decided step, which the store may not show at once."""

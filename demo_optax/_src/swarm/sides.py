@@ -36,7 +36,9 @@ def slots_of(manifest: Manifest) -> set[int]:
     return {packet.slot for packet in manifest.packets}
 
 
-def is_valid(store: MembersOnly, step: int, manifest: Manifest, slots: int, absent: float) -> bool:
+def is_valid(
+    store: MembersOnly, step: int, manifest: Manifest, slots: int, absent: float = 0.0
+) -> bool:
     """Tells whether members have signed enough packets, and the owner the named roster.
 
     At the time ``absent`` there was no manifest. One that came long after this member knew its
@@ -47,7 +49,7 @@ def is_valid(store: MembersOnly, step: int, manifest: Manifest, slots: int, abse
     is_enough = len(listed) >= store.min_workers and max(listed) < slots
     if manifest.step != step or not is_enough or not all(signed):
         return False
-    if not store.knows(step + 1, manifest.roster):
+    if not store.knows(step, manifest.roster):
         log.warning("step %d names a roster that is not there", step)
         return False
     is_late = absent > store.known_since + 2 * steps.ROSTER_SECONDS
@@ -74,6 +76,22 @@ def goes_on(by_head: Mapping[str, Set[int]], loses_ties: str | None = None) -> s
     """Returns the head of the side that goes on, of the slots on each side."""
     last = "~"  # comes after every head
     return min(by_head, key=lambda x: (-len(by_head[x]), last if x == loses_ties else x))
+
+
+def goes_before(
+    store: MembersOnly, step: int, manifest: Manifest, other: Manifest, slots: int
+) -> bool:
+    """Tells whether the first of two manifests that follow the same step goes on.
+
+    It is the one that is valid, then that of more members, then that of the smaller head.
+    """
+
+    def rank(x: Manifest) -> tuple:
+        return -len(x.packets), x.previous, records.head(x)
+
+    if not is_valid(store, step, manifest, slots):
+        return False
+    return rank(manifest) < rank(other) or not is_valid(store, step, other, slots)
 
 
 def lost_later(

@@ -125,14 +125,18 @@ class SnapshotTurns:
             "this worker sends nothing until they do: let the owner take those out of the roster "
             "that are gone for good"
         )
-        while not any(x > since for x in snapshots.attested_steps(store, number=1)):
+        while member.is_unheard and not any(
+            x > since for x in snapshots.attested_steps(store, number=1)
+        ):
             if self._closing.wait(HEARD_SECONDS):
                 return
             self._sign_again()
             if self._closed:
                 self._closed.look_for_roster()
         self._turns.extend([0, 0])
-        member.astray, member.is_unheard = "a newer snapshot was signed by most members", False
+        if member.is_unheard:
+            member.astray = "a newer snapshot was signed by most members"
+            member.is_unheard = False
 
     def _compare(
         self, step: int, slot: int | None, own: Leaves, num_params: int, chain: dict[str, Any]

@@ -101,6 +101,13 @@ class Steps:
         self._read_all(step, self._open(step, slots))
         return {slot: said for slot, said in self.packets(step).items() if slot in slots}
 
+    def followers(self, manifest: Manifest) -> set[int]:
+        """Returns the slots from which packets of the next step follow a manifest."""
+        step = manifest.step + 1
+        names = [f"{slot:03d}.packet" for slot in range(self._slots) if self.has(step, slot)]
+        found = filter(None, in_parallel(lambda name: self._read(step, name), names))
+        return {x.packet.slot for x in found if x.head == records.head(manifest, x.lost)}
+
     def by_head(self, step: int) -> dict[str, set[int]]:
         """Returns the slots from which packets were sent, by the head that they follow."""
         found: dict[str, set[int]] = {}
