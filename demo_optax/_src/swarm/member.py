@@ -144,6 +144,7 @@ class Member:
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._cut = 0  # the last step that went on without most of those who counted
+        self._gave_way = -1, ""  # the last step in which more followed another head than its own
         self._replaced = -1  # the last step in which others had another one before
         self.repeat: Callable[[], object] = lambda: None  # says again what somebody may delete
         self._left: set[MemberId] = set()  # members that said that they leave
@@ -528,6 +529,9 @@ class Member:
                 self._replaced = step
                 self._replace(step - 1, last.manifest)
             return False
+        if self._gave_way == (step, own):  # in vain: they may have been gone by then
+            return False
+        self._gave_way = step, own
         self.astray = (
             f"{len(others[best])} members go on from another {self.unit} {step - 1} than this "
             f"worker, whose side has {len(same)}: it goes back to a snapshot"
