@@ -44,7 +44,7 @@ PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has
 AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
 # In a run for members only:
 PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
-MOST_FOLLOWED = 100  # steps of others, to see who has gone on
+MOST_FOLLOWED = 20  # steps of others, to see who has gone on
 VAIN_STEPS = 10  # in which nobody waits again for a member that announced itself in vain
 SHORTEST_ROUND = 0.5  # the share of a round's seconds after which a member may end it for all
 
@@ -532,12 +532,13 @@ class Member:
         if self._gave_way == (step, own):  # in vain: they may have been gone by then
             return False
         self._gave_way = step, own
-        self.astray = (
-            f"{len(others[best])} members go on from another {self.unit} {step - 1} than this "
-            f"worker, whose side has {len(same)}: it goes back to a snapshot"
-        )
-        self.tell(f"{self.unit} {step}: {self.astray}")
+        away = f"{len(others[best])} members go on from another {self.unit} {step - 1}"
+        self._go_back(step, f"{away} than this worker, whose side has {len(same)}")
         return True
+
+    def _go_back(self, step: int, why: str) -> None:
+        self.astray = f"{why}: it goes back to a snapshot"
+        self.tell(f"{self.unit} {step}: {self.astray}")
 
     def _compare_chains(self, closed: MembersOnly, step: int) -> None:
         """Compares what the store holds with this worker's own steps, when it waits in vain.
@@ -557,13 +558,10 @@ class Member:
                 follows = manifest.previous, before and records.head(before, there.lost)
                 goes_on = sides.goes_before(closed, n, there, manifest, self.slots)
                 if there.previous in follows and goes_on:
-                    self.astray = f"others go on from another {self.unit} {n}"
-                    break
+                    return self._go_back(step, f"others go on from another {self.unit} {n}")
             self._replace(n, before := manifest)
-        if not self.astray and keys[step] in found:
-            self.astray = f"others have gone on from {self.unit} {step} by another manifest"
-        if self.astray:
-            self.tell(f"{self.astray}: it goes back to a snapshot")
+        if keys[step] in found and self.manifest(step) is None:
+            self._go_back(step, "others have decided it in another way")
 
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
