@@ -7,6 +7,7 @@ import time
 from demo_optax._src.swarm import records, roster, seals
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.replicated_state import shared_leaves, to_host
+from demo_optax._src.swarm.steps import Steps
 from demo_optax.swarm import Member, ObjectStore
 from tests import swarms
 from tests.swarms import together
@@ -64,6 +65,11 @@ def everybody(joined, step):
     return together([functools.partial(exchange, member, step) for member in joined])
 
 
+def know_otherwise(member, step, **changes):
+    """Lets a member know a step that it has decided in another way."""
+    member._decided[step] = member._decided[step]._replace(**changes)
+
+
 def numbered(run_folder):
     return Run(run_folder, [f"worker-{n}" for n in range(4)])
 
@@ -92,6 +98,12 @@ def signed_manifest(run, name, step, packets, previous, **changes):
     manifest = records.Manifest(step, tuple(packets), previous, time.time(), run.roster().name)
     key = records.step_key("manifests", step)
     return store._name(key), store._sealed(key, records.encode(manifest._replace(**changes)))
+
+
+def put_packet(store, step, packet, data):
+    """Sends a packet in an open run, whatever its reference says."""
+    steps = Steps(store, 1000)
+    store.put(steps.key(step, packet), steps._signed(step, packet, data))
 
 
 def physical(run, folder):

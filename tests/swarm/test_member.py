@@ -14,6 +14,7 @@ from demo_optax._src.swarm import records, slots
 from demo_optax._src.swarm.member import ExchangeResult
 from demo_optax._src.swarm.records import Manifest
 from demo_optax.swarm import Left, Member, ObjectStore, SwarmError
+from tests.members import put_packet
 from tests.swarms import together
 
 
@@ -39,7 +40,7 @@ def everybody(joined, step):
     """An exchange of all; as `SwarmWorker.begin` does, they announce themselves for the first."""
     if step == 0:
         for member in joined:
-            member.store.put(records.mark_key(0, member.me, "here"), b"")
+            member._steps.say(0, member.me, "here")
     return together([functools.partial(exchange, member, step) for member in joined])
 
 
@@ -95,8 +96,7 @@ def test_who_leaves_is_not_waited_for(store):
 def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(store):
     first, second = members(store, 2)
     everybody([first, second], 0)
-    key = records.packet_key(1, records.PacketRef(1, 1, records.sha256(b"1 in 1")))
-    store.put(key, b"1 in 1")
+    put_packet(store, 1, records.PacketRef(1, 1, records.sha256(b"1 in 1")), b"1 in 1")
     second.leave(1)
     began = time.monotonic()
     assert sorted(exchange(first, 1).packets) == [0, 1]
@@ -154,14 +154,14 @@ def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
 
 def test_a_packet_with_other_bytes_than_its_hash_says_is_not_proposed(store):
     first, _ = members(store, 2, deadline=0.3)
-    store.put(records.packet_key(0, records.PacketRef(1, 1, "0" * 64)), b"something else")
+    put_packet(store, 0, records.PacketRef(1, 1, "0" * 64), b"something else")
     assert list(exchange(first, 0).packets) == [0]
 
 
 def test_a_packet_of_another_length_is_not_proposed(store):
     first, _ = members(store, 2, deadline=0.3)
     longer = b"much longer than the packets of this run"
-    store.put(records.packet_key(0, records.PacketRef(1, 1, records.sha256(longer))), longer)
+    put_packet(store, 0, records.PacketRef(1, 1, records.sha256(longer)), longer)
     assert list(exchange(first, 0).packets) == [0]
 
 
@@ -171,8 +171,7 @@ def test_a_packet_that_counts_and_cannot_be_read_ends_the_worker(store, monkeypa
     nothing = ExchangeResult(Manifest(0, (), "", 0.0), {}, False, ())
     with mock.patch.object(first, "_fetch", return_value=nothing):
         together([functools.partial(exchange, x, 0) for x in (first, second)])
-    gone = records.packet_key(0, records.PacketRef(1, 1, records.sha256(b"1 in 0")))
-    store.delete([gone])
+    store.delete(["packets/00000000/001.000001.packet"])
     said = []
     third = Member(store, "third", slots=8, tell=said.append)
     with pytest.raises(SwarmError, match=r"a packet that counts in step 0, of .*, cannot be read"):
@@ -241,12 +240,13 @@ def test_large_packets_are_not_read_ahead(store, monkeypatch):
 
 
 def test_a_packet_much_larger_than_those_of_the_run_is_not_read(store, monkeypatch):
-    monkeypatch.setattr("demo_optax._src.swarm.member.PART", 8)
+    monkeypatch.setattr("demo_optax._src.swarm.member.PART", 400)
     first, second = members(store, 2, deadline=0.3)
     first.expect(len(b"0 in 0"))
-    large = records.PacketRef(*second.me, records.sha256(b"longer than 12 bytes"))
+    data = b"longer" * 100
+    large = records.PacketRef(*second.me, records.sha256(data))
     for step in range(2):
-        store.put(records.packet_key(step, large), b"longer than 12 bytes")
+        put_packet(store, step, large, data)
     assert list(exchange(first, 0).packets) == [0]
     previous = records.head(manifest_of(store, 0))
     store.put(records.step_key("manifests", 1), records.encode(Manifest(1, (large,), previous, 0)))
@@ -266,7 +266,7 @@ def test_a_listed_packet_of_another_length_counts_for_nobody_and_is_told_once(st
             for x, data in zip((first, second), (good, short), strict=True)
         ]
         for packet, data in zip(sent, (good, short), strict=True):
-            store.put(records.packet_key(step, packet), data)
+            put_packet(store, step, packet, data)
         manifest = Manifest(step, tuple(sent), previous, 0)
         store.put(records.step_key("manifests", step), records.encode(manifest))
         previous, result = records.head(manifest), first.receive(step)

@@ -23,6 +23,7 @@ from tests.members import (
     Run,
     everybody,
     exchange,
+    know_otherwise,
     make_workers,
     numbered,
     physical,
@@ -72,7 +73,7 @@ def test_a_record_of_two_packets_is_nobodys(run):
     for packets, is_read in (spoken.packets, True), ((*spoken.packets, other), False):
         data = records.encode(spoken._replace(packets=packets)) + b"\ndata"
         rome.store.put(f"packets/00000000/{rome.slot:03d}.packet", data)
-        assert (paris._steps._read(0, rome.slot) is not None) == is_read
+        assert (paris._steps._read(0, f"{rome.slot:03d}.packet") is not None) == is_read
 
 
 def test_junk_in_place_of_a_roster_is_not_kept_in_memory(run, monkeypatch):
@@ -104,10 +105,10 @@ def test_whoever_has_the_store_and_no_key_is_believed_in_nothing(run):
             (f"manifests/{step + 1:08d}", genuine),
             (f"slots/000/{step + 5:06d}", b"{}"),
             (f"slots/000/{'1' * 32}.{step + 5:06d}", genuine),
-            (records.packet_key(step, ref), b"evil"),
+            (f"packets/{step:08d}/000.000009.packet", forged + b"\nevil"),
             (f"packets/{step:08d}/{'2' * 32}.000.packet", forged + b"\nevil"),
-            (records.mark_key(step, (0, 9), "left"), b""),
-            (records.mark_key(step, (7, 9), "here"), b""),
+            (f"packets/{step:08d}/001.packet", forged + b"\nleft"),
+            (f"packets/{step:08d}/007.packet", forged + b"\nhere"),
             (f"snapshots/{step:08d}.json", b"{}"),
             (f"snapshots/{'3' * 32}.{step:08d}.json", genuine),
             (f"attested/{step:08d}/{'4' * 32}.000", genuine),
@@ -176,7 +177,7 @@ def test_the_side_of_more_members_goes_on_and_the_other_one_goes_back(run):
     paris, rome, oslo = joined = run.members(deadline=1.0)
     oslo.tell = said.append
     everybody(joined, 0)
-    oslo._hashes[0] = "a" * 64  # it decided step 0 otherwise
+    know_otherwise(oslo, 0, head="a" * 64)
     results = together([functools.partial(exchange, x, 1) for x in joined])
     assert [x.swept for x in results] == [False, False, True]
     assert sorted(results[0].packets) == [0, 1]
@@ -258,7 +259,7 @@ def test_a_worker_on_the_smaller_side_goes_back_to_a_snapshot_and_has_equal_para
     workers = make_workers(run, names, snapshot_every=2, min_workers=2, deadline=3.0)
     ends = together([functools.partial(swarms.take_steps, x, 5) for x in workers])
     astray = workers[2].member
-    astray._hashes[4] = "a" * 64  # as if it had decided step 4 otherwise
+    know_otherwise(astray, 4, head="a" * 64)
     states = [end[0] for end in ends]
     later = together(
         [
@@ -295,7 +296,7 @@ def test_a_mark_is_no_packet(run):
     paris, rome = run.members("paris", "rome")
     everybody([paris, rome], 0)
     rome._steps.say(1, rome.me, "left")
-    left = paris._steps._read(1, 1).packet
+    left = paris._steps._read(1, "001.packet").packet
     assert paris.store.is_signed(1, left, "", "left")
     assert not paris.store.is_signed(1, left, "")
     name, data = signed_manifest(run, "paris", 1, [left], "")
@@ -312,7 +313,7 @@ def test_a_manifest_of_those_who_were_taken_out_is_not_believed(run):
     run.anybody.put(name, data)
     late = run.member("rome")
     late.receive(0)
-    late._since[0] = -1e9
+    know_otherwise(late, 0, learned=-1e9)
     assert late.manifest(1) is None
 
 
@@ -421,9 +422,9 @@ def test_no_byte_of_a_packet_is_parsed_before_its_signature_was_verified(run, mo
     decode = records.decode
     monkeypatch.setattr(records, "decode", lambda *x: parsed.append(x[1]) or decode(*x))
     run.anybody.put(name, genuine.replace(b'"step": 0', b'"step":  0'))
-    assert paris._steps._read(0, 1) is None and not any(parsed)
+    assert paris._steps._read(0, "001.packet") is None and not any(parsed)
     run.anybody.put(name, genuine)
-    assert paris._steps._read(0, 1).payload == b"x" and any(parsed)
+    assert paris._steps._read(0, "001.packet").payload == b"x" and any(parsed)
 
 
 def test_a_worker_whose_snapshots_nobody_signs_stops_until_the_owner_takes_the_others_out(tmp_path):

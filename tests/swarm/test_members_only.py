@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from demo_optax._src.swarm import agreement, roster, seals, snapshots, steps
 from demo_optax._src.swarm.records import SwarmError
-from demo_optax.swarm import Left, Member, ObjectStore
+from demo_optax.swarm import Left, Member, ObjectStore, read_history, status
 from tests import swarms
 from tests.members import (
     NAMES,
@@ -158,6 +158,8 @@ def test_who_is_taken_out_takes_no_part_from_the_next_step_on_and_others_go_on(r
         oslo.receive(1)
         exchange(oslo, 2)
     assert paris.store.members(1).keys() == {0, 1, 2} and paris.store.members(2).keys() == {0, 1}
+    history = read_history(paris.store)
+    assert history.left == {oslo.me} and "left: oslo after step 0" in status(history)
     run.make("lima")
     run.change("lima")
     lima = run.member("lima")

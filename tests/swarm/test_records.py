@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from demo_optax._src.swarm import records, snapshots
 from demo_optax._src.swarm.records import Claim, Damaged, Manifest, PacketRef, SnapshotIndex
+from demo_optax._src.swarm.steps import Steps
 from demo_optax.swarm import ObjectStore
+from tests.members import put_packet
 
 HASHES = st.text("0123456789abcdef", min_size=64, max_size=64)
 COUNTS = st.integers(0, 2**31 - 1)
@@ -35,20 +37,13 @@ def test_a_manifest_is_read_as_it_was_written(manifest):
     assert records.decode(Manifest, records.encode(manifest)) == manifest
 
 
-@hypothesis.given(COUNTS, HASHES, COUNTS, TOKENS)
-def test_the_name_of_a_packet_says_how_much_is_in_it(step, digest, steps, tokens):
-    packet = PacketRef(3, 2, digest, steps, tokens)
-    *_, name = records.packet_key(step, packet).split("/")
-    assert records.read_folder([name]).packets == {3: packet}
-
-
 @pytest.mark.parametrize(
     ("weight", "text"),
     [(4096.0, "4096"), (0.25, "0.25"), (3 * 0.1, "0.3"), (2.5e-7, "2.5e-07"), (1e30, "9" * 16)],
 )
 def test_tokens_are_written_with_few_digits(weight, text):
-    key = records.packet_key(0, PacketRef(0, 1, "0" * 64, 1, records.tokens_of(weight)))
-    assert key.endswith(f".1.{text}.packet")
+    packet = PacketRef(0, 1, "0" * 64, 1, records.tokens_of(weight))
+    assert f", 1, {text}, " in records.encode(Manifest(0, (packet,), "", 0.0)).decode()
 
 
 @hypothesis.given(st.text(), st.text(), TIMES)
@@ -135,14 +130,17 @@ def test_a_snapshot_with_the_hash_of_other_bytes_is_damaged(data):
         snapshots.read(store, index, [np.ones(2, np.float32)])
 
 
-def test_names_that_are_not_ours_are_ignored():
-    names = ["notes.txt", "000.000001.here", "000.000001.tmp", "9.1.here", "777.000001.left"]
-    folder = records.StepFolder({}, frozenset({(0, 1)}), frozenset(), frozenset())
-    assert records.read_folder(names, slots=4) == folder
-    forged = "0" * 64
-    names = [f"000.{10**n}.{forged}.1.1.packet" for n in (9, 10)]  # no manifest can list the latter
-    assert list(records.read_folder(names).packets) == [0]
-    assert records.read_folder(names).packets[0].incarnation == 10**9
+def test_names_that_are_not_ours_are_ignored(tmp_path):
+    store, packet = ObjectStore(str(tmp_path)), PacketRef(0, 10**9, records.sha256(b"x"))
+    put_packet(store, 0, packet._replace(slot=777), b"x")
+    genuine = store.get("packets/00000000/777.1000000000.packet")
+    for name in "notes.txt", "000.000001.tmp", "9.1.here", "000.000001.here":
+        store.put(f"packets/00000000/{name}", genuine)
+    store.put("packets/00000000/001.000001.packet", b"something else")
+    put_packet(store, 0, packet._replace(incarnation=10**10), b"x")  # no manifest can list it
+    put_packet(store, 0, packet, b"x")
+    said = Steps(store, 4).sent(0, range(1000))
+    assert {slot: x.packet for slot, x in said.items()} == {0: packet}
     steps = ["00000042", "00000042.json", "00000042/a/b", "readme.md", "42", "0000004x"]
     assert list(map(records.step_of, steps)) == [42, 42, 42, None, None, None]
 

@@ -259,8 +259,8 @@ def test_one_that_came_back_leaves_the_packet_of_its_former_life(store):
         state, _ = taken(worker, state, steps)
         assert worker.leave(*state) == lost
         worker.close()
-    (name,) = [x for x in store.names("packets/00000000") if x.endswith(".packet")]
-    size = len(store.get(f"packets/00000000/{name}"))
+    (said,) = worker.member._steps.sent(0, [0]).values()
+    size = len(said.payload)
     other = Member(store, "worker-1", slots=worker.member.slots, deadline=0.2)
     packet, _ = other.exchange(0, bytes(size)).manifest.packets
     assert (packet.slot, packet.incarnation, packet.steps) == (0, 1, 2)

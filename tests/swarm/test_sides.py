@@ -10,6 +10,7 @@ import pytest
 
 from demo_optax._src.swarm import records, snapshots
 from demo_optax._src.swarm.records import PacketRef, SnapshotIndex
+from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import last_claim
 from demo_optax.swarm import Member
 from tests.members import NAMES, Run, everybody, exchange, physical, signed_manifest
@@ -197,7 +198,8 @@ def test_packets_that_are_gone_after_the_decision_are_put_back_by_who_sent_them(
         if step == 1 and size is None and member not in seen:  # it fetches, and was told by others
             seen.append(member)
             member._packets = {x: y for x, y in member._packets.items() if x.member == member.me}
-            member._steps._said[1] = {member.slot: member._steps._said[1][member.slot]}
+            name = f"{member.slot:03d}.packet"
+            member._steps._said[1] = {name: member._steps._said[1][name]}
             waiting.wait(timeout=20)
         return read(member, step, packets, size)
 
@@ -267,8 +269,8 @@ def test_of_two_equal_sides_the_one_that_lacks_a_packet_goes_on(run, least, is_b
 
     def go_on_again():
         assert exchange(paris, 2).swept and "1 members go on from another step 1" in paris.astray
-        paris._manifests, paris.astray = {}, None
-        paris._hashes = {-1: paris._steps.origin}
+        beginning = Decided(paris.manifest(0).previous, time.monotonic())
+        paris._decided, paris.astray = {-1: beginning}, None
         for step in 0, 1:
             paris.receive(step)
         return exchange(paris, 2)

@@ -13,9 +13,10 @@ from demo_optax._src.compression import make_plan
 from demo_optax._src.compression.packet import Origin, parse_headers
 from demo_optax._src.swarm import replicated_state
 from demo_optax._src.swarm.programs import division_of, text_of
-from demo_optax._src.swarm.records import PacketRef, packet_key, sha256
+from demo_optax._src.swarm.records import PacketRef, sha256
 from demo_optax.swarm import Member, SwarmError, SwarmWorker
 from tests import swarms
+from tests.members import put_packet
 from tests.sweeps import slow, sweep
 
 OPTIMIZERS = {
@@ -105,8 +106,8 @@ def test_a_packet_is_sealed_with_its_workers_slot(store):
     with swarms.make_worker(swarms.DEMO_SCALED, store, 0, deadline=0.1) as worker:
         params, opt_state = swarms.begin(worker)
         worker.step(params, opt_state, swarms.batch_of(0, 0))
-    (name,) = [x for x in store.names("packets/00000000") if x.endswith(".packet")]
-    packet = np.frombuffer(store.get(f"packets/00000000/{name}"), np.uint32)
+    (said,) = worker.member._steps.sent(0, [1]).values()
+    packet = np.frombuffer(said.payload, np.uint32)
     compression, shapes = swarms.DEMO_SCALED.compression, map(np.shape, jax.tree.leaves(params))
     layout = swarms.DEMO_SCALED.exchange.layout(make_plan(compression, tuple(shapes)))
     rows = Origin(jnp.int32(0), jnp.arange(3, dtype=jnp.int32))
@@ -192,8 +193,8 @@ def test_a_packet_with_a_wrong_checksum_counts_for_nobody_and_is_told_once(store
         state, size = swarms.begin(worker), worker._programs.packet_bytes
         for step in range(4):
             data = np.full(size // 4, step + 1, np.uint32).tobytes()
-            store.put(packet_key(step, PacketRef(*other.me, sha256(data))), data)
-            store.put(packet_key(step, PacketRef(*skips.me, sha256(data), steps=0)), data)
+            put_packet(store, step, PacketRef(*other.me, sha256(data)), data)
+            put_packet(store, step, PacketRef(*skips.me, sha256(data), steps=0), data)
             state, _, metrics = swarms.take_steps(worker, step + 1, state)
             assert metrics[0].members == ("worker-0", "other")
             assert metrics[0].skipped == ("skips",)

@@ -30,7 +30,8 @@ class History(NamedTuple):
       manifests: of the requested steps or rounds, in order.
       names: the names of the workers in them, by slot and incarnation. Before the first step it
         holds all workers that have a slot.
-      left: slots and incarnations of the workers that said that they leave.
+      left: slots and incarnations of the workers that said that they leave, or were taken out of
+        the roster.
       snapshots: steps or rounds from which a new worker can start.
       snapshot_every: steps or rounds between two snapshots, if the run has begun.
       access: who may take part: whoever may write to the store, or the members of the roster.
@@ -129,12 +130,14 @@ def read_history(store: Store, last: int | None = None) -> History:
         names = {member: x.worker for member, x in zip(members, claims, strict=True)}
     else:
         names = {(slot, n): x.worker for slot, (n, x) in newest_claims(store).items()}
-    access = "open: whoever may write to the place may take part"
-    if isinstance(store, MembersOnly):
-        present = ", ".join(sorted(x.name for x in store.roster.members().values()))
-        access = f"members only, roster {store.roster.number}: {present}"
     listed = {f"slots/{name}" for name in store.names("slots")}
     left = have_left(store, [x for x in names if records.left_key(x) in listed])
+    access = "open: whoever may write to the place may take part"
+    if isinstance(store, MembersOnly):
+        present = store.roster.members()
+        left |= {member for member in names if member[0] not in present}
+        told = ", ".join(sorted(x.name for x in present.values()))
+        access = f"members only, roster {store.roster.number}: {told}"
     every = ""
     with contextlib.suppress(Damaged):
         every = str(records.parse(store.get("run.json")).get("snapshot_every"))

@@ -7,6 +7,7 @@ count. A worker proposes one as soon as it has all packets it waits for, or has 
 import collections
 import contextlib
 import statistics
+import sys
 import threading
 import time
 import uuid
@@ -14,7 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
-from demo_optax._src.swarm import records, snapshots
+from demo_optax._src.swarm import records, sides, snapshots
+from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import (
     Damaged,
     Manifest,
@@ -23,8 +25,9 @@ from demo_optax._src.swarm.records import (
     SnapshotIndex,
     SwarmError,
 )
+from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import claim, read_claim
-from demo_optax._src.swarm.steps import steps_for
+from demo_optax._src.swarm.steps import Steps
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
@@ -41,6 +44,9 @@ PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has
 AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
 # In a run for members only:
 PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
+MOST_FOLLOWED = 20  # steps of others, to see who has gone on
+VAIN_STEPS = 10  # in which nobody waits again for a member that announced itself in vain
+SHORTEST_ROUND = 0.5  # the share of a round's seconds after which a member may end it for all
 
 T = TypeVar("T")
 
@@ -106,8 +112,12 @@ class Member:
         checks.static_integer("min_workers", min_workers, at_least=1)
         if deadline is not None:
             checks.in_interval("deadline", deadline, "(0, inf)")
-        self._steps = steps_for(store, slots, min_workers)
-        worker = self._steps.name(worker)
+        self._closed = store if isinstance(store, MembersOnly) else None
+        beginning = ""
+        if self._closed:
+            self._closed.min_workers, members = min_workers, self._closed.roster.members()
+            worker = members[self._closed.slot].name
+            beginning = records.sha256(self._closed.roster.run.encode())
         if not worker or not isinstance(worker, str) or not worker.isprintable():
             raise ValueError(
                 "worker must be a name of this worker alone, of characters that can be printed, "
@@ -125,16 +135,16 @@ class Member:
         self._fixed_deadline = deadline
         self._durations: collections.deque[float] = collections.deque(maxlen=NUM_DURATIONS)
         self._last_time: float | None = None
-        self._has_sent = False
-        self._manifests: dict[int, Manifest] = {}  # the last ones
-        self._hashes: dict[int, str] = {}  # of these manifests
-        self._since: dict[int, float] = {}  # when this worker learned of them, by its own clock
+        self._may_have_sent = True  # in the next step, before it started or went back
+        self._steps = Steps(store, slots)
+        self._decided = {-1: Decided(beginning, time.monotonic())}
+        self._counted: dict[int, frozenset[MemberId]] = {}  # for members only
+        self.judged_from = 0 if self._closed else sys.maxsize  # the first step that these need
         self._absent = -1, 0.0  # a step, and when it had no manifest yet
-        self.turns: dict[int, str] = {}  # heads that snapshots must follow, by step
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
-        self._lost: dict[int, tuple[int, ...]] = {}  # slots that nobody applied, by step
         self._cut = 0  # the last step that went on without most of those who counted
+        self._gave_way = -1, ""  # the last step in which more followed another head than its own
         self._replaced = -1  # the last step in which others had another one before
         self.repeat: Callable[[], object] = lambda: None  # says again what somebody may delete
         self._left: set[MemberId] = set()  # members that said that they leave
@@ -173,7 +183,11 @@ class Member:
     @property
     def _patient_wait(self) -> float:
         """Seconds before a step goes on without most, who may lack a packet for half as long."""
-        return max(PATIENT_DEADLINES * self.deadline, self._patience + self.deadline)
+        deadline = self.deadline
+        replays = self._may_have_sent and not self._durations
+        if self._fixed_deadline is None and replays:  # at no pace of a step
+            deadline = SHORTEST_DEADLINE
+        return max(PATIENT_DEADLINES * deadline, self._patience + deadline)
 
     @property
     def _longest_pause(self) -> float:
@@ -218,9 +232,7 @@ class Member:
             self._steps.say(step, self.me, "ends")
         if ends_round or steps > 1:
             self.unit = "round"
-        own = None
-        if self.may_send(step):
-            own = self.send(step, packet, steps, tokens)
+        own = self.send(step, packet, steps, tokens) if self.may_send(step) else None
         previous = self.manifest(step - 1)
         counted = previous.members if previous else frozenset()
         expected = {x for x in counted if self._steps.has(step, x[0])}
@@ -232,7 +244,7 @@ class Member:
         self._last_time = now
         late = {x for x in expected - manifest.members if x[0] != self.slot and not self.astray}
         if late:
-            late -= self._steps.glance(step, self.head(step - 1), ()).left
+            late -= self._steps.folder(step, self._followed(step)).left
         return result._replace(
             late=tuple(map(self.name_of, sorted(late))),
             own=self.slot if own and own in manifest.packets else None,
@@ -244,7 +256,7 @@ class Member:
         checks.static_integer("steps", steps, at_least=0)
         checks.in_interval("tokens", tokens, "[0, inf)")
         own = PacketRef(*self.me, records.sha256(packet), int(steps), records.tokens_of(tokens))
-        sent = own, packet, self.head(step - 1), self.lost(step - 1)
+        sent = own, packet, self._followed(step), self.lost(step - 1)
         with self._transferring:
             own = self._steps.send(step, *sent)
         self._packets = {own: packet}
@@ -266,21 +278,22 @@ class Member:
                     self._steps.send(number, *self._sent[number])
 
     def may_send(self, step: int) -> bool:
-        """Tells whether an earlier process of this worker has left no packet in a step.
+        """Tells whether this worker has left no packet in a step before.
 
-        That packet shall count. Otherwise the worker helps to decide the step, and sends nothing.
+        An earlier process may have, or this one before it went back to a snapshot. That packet
+        shall count, since manifests may list it, and the worker sends nothing in its place.
         """
         self._packets = {}
         if self.is_unheard or not self._steps.may_decide(step):
             return False  # or the roster that it is in does not hold yet
-        if self._has_sent:
+        if not self._may_have_sent:
             return True
-        self._has_sent = True
-        folder = self._steps.glance(step, self.head(step - 1), [self.slot])
-        earlier = folder.packets.get(self.slot)
-        if earlier is None or earlier.member == self.me:
+        earlier = self._steps.sent(step, [self.slot]).get(self.slot)
+        self._may_have_sent = earlier is not None
+        if earlier is None or earlier.head != self._followed(step):
             return True
-        self._steps.say(step, self.me, "left")
+        if earlier.packet.member != self.me:
+            self._steps.say(step, self.me, "left")
         return False
 
     def wait_for_transfers(self) -> None:
@@ -295,13 +308,13 @@ class Member:
     @property
     def shortest_round(self) -> float:
         """The share of a round's seconds after which others may end it for this worker."""
-        return self._steps.shortest_round
+        return SHORTEST_ROUND if self._closed else 0.0
 
     def receive(self, step: int) -> ExchangeResult:
         """Returns what the others exchanged in a step that is decided."""
         self._packets = {}
         self._last_time = None  # otherwise the next duration would contain the catching up
-        manifest = self._decided(step)
+        manifest = self._await_manifest(step)
         while self._ahead and self._ahead[0].startswith(records.step_key("packets", step)):
             now, self._ahead = self._ahead[: self._most_ahead], self._ahead[self._most_ahead :]
             self._prefetched |= self._read_all(now)
@@ -326,8 +339,8 @@ class Member:
     def manifest(self, step: int) -> Manifest | None:
         """Returns which packets count in a step, or None if it is not decided."""
         with self._lock:
-            if step in self._manifests:
-                return self._manifests[step]
+            if (known := self._known(step).manifest) is not None:
+                return known
             key, looked = records.step_key("manifests", step), time.monotonic()
             try:
                 data = self._get(key)
@@ -352,7 +365,7 @@ class Member:
             store.is_leaving = True
         if step is not None:
             # It may be catching up; the list is a copy, since the exchange's thread adds to it.
-            step = max([step, *(decided + 1 for decided in list(self._manifests))])
+            step = max([step, *(decided + 1 for decided in list(self._decided))])
             for number in step, step + 1:  # a packet of the first may be on its way
                 self._steps.say(number, self.me, "left")
             self.store.put(records.left_key(self.me), b"")  # for whoever looks at the run later
@@ -370,48 +383,64 @@ class Member:
 
     def head(self, step: int) -> str:
         """Returns the hash of what was decided up to a step, if this worker knows it."""
-        return self._hashes.get(step, self._steps.origin)
+        return self._known(step).head
+
+    def _followed(self, step: int) -> str:
+        """Returns the head that a packet of a step must follow; in an open run none does."""
+        return self.head(step - 1) if self._closed else ""
 
     @property
     def counted(self) -> dict[int, frozenset[MemberId]]:
         """Whose packets counted, by step, for snapshots to come of members only."""
-        return self._steps.counted
+        return dict(self._counted)
 
     def lost(self, step: int) -> tuple[int, ...]:
         """Returns the slots whose packets of a step this worker did not apply."""
-        return self._lost.get(step, ())
+        return self._known(step).lost
 
     def go_on_from(self, index: SnapshotIndex) -> None:
-        """Goes on from a snapshot; the first step of a run follows the hash of its index.
+        """Goes on from a snapshot; for members only, the first step follows the hash of its index.
 
         In an open run nobody asks what a snapshot follows.
         """
         with self._lock:
-            self._manifests, self.astray, self.turns, self._cut = {}, None, {}, 0
-            self._prefetched, self._ahead = {}, []
-            self._lost = {index.step - 1: index.lost} if index.lost else {}
-            self._since = {index.step - 1: time.monotonic()}
-            self._hashes = self._steps.begin(index)
+            self.astray, self._cut, self._prefetched, self._ahead = None, 0, {}, []
+            self._may_have_sent, self.is_unheard, head = True, False, index.head
+            self._steps = Steps(self.store, self.slots)  # what was said may be written over
+            if self._closed:
+                self._closed.begin(index.step, index.roster)
+                head = head if index.step else records.sha256(records.encode(index))
+            self._decided = {index.step - 1: Decided(head, time.monotonic(), lost=index.lost)}
 
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:
             self._require_next(step, manifest)
-            self._manifests[step] = manifest
-            self._hashes.setdefault(step, records.head(manifest))  # or that of a snapshot
-            counted = self._slots_of(manifest)  # whatever earlier processes of theirs have said
+            head = self.head(step) or records.head(manifest)  # the first is that of a snapshot
+            self._learn(step, head=head, manifest=manifest)
+            counted = sides.slots_of(manifest)  # whatever earlier processes of theirs have said
             self._left = {member for member in self._left if member[0] not in counted}
-            self._since[step] = time.monotonic()
-            self._steps.keep(step, manifest)
-            for old in [n for n in self._manifests if n < step - 1]:
-                for kept in self._manifests, self._hashes, self._since, self._lost:
-                    kept.pop(old, None)
+            if self._closed:
+                self._closed.hold(step + 1, manifest.roster)
+                self._counted[step] = manifest.members
+            kept_from = min(step - 1, self.judged_from)
+            for kept in self._decided, self._counted:
+                for old in [n for n in kept if n < kept_from]:
+                    kept.pop(old)
             return manifest
+
+    def _known(self, step: int) -> Decided:
+        return self._decided.get(step, Decided())
+
+    def _learn(self, step: int, **changes: Any) -> None:
+        self._decided[step] = self._known(step)._replace(learned=time.monotonic(), **changes)
+
+    def _follows(self, step: int, manifest: Manifest) -> bool:
+        return self.head(step - 1) in ("", manifest.previous)  # "" if nothing is known
 
     def _require_next(self, step: int, manifest: Manifest) -> None:
         """Raises SwarmError unless the manifest follows the one before, and knows this worker."""
-        previous, last = self._hashes.get(step - 1, manifest.previous), manifest.packets[-1]
-        follows = (manifest.step, manifest.previous) == (step, previous) or self.astray
-        if not follows or last.slot >= self.slots:
+        follows, last = self._follows(step, manifest) or self.astray, manifest.packets[-1]
+        if manifest.step != step or not follows or last.slot >= self.slots:
             raise SwarmError(
                 f"the manifest of {self.unit} {step} does not follow from the one before: two runs "
                 "share this place in the store, or somebody changed it. Use another place."
@@ -429,27 +458,34 @@ class Member:
         With keys it is valid, and follows from the one before. If it does not follow, the side of
         more members goes on, and the other one begins anew.
         """
+        if self._closed is None:
+            return True
         absent_step, absent = self._absent
-        if not self._steps.is_valid(step, manifest, absent if absent_step == step else 0.0):
+        absent = absent if absent_step == step else 0.0
+        if not sides.is_valid(self._closed, step, manifest, self.slots, absent):
             return False
-        slots = self._slots_of(manifest)
-        if not self._steps.follows(manifest, self._hashes.get(step - 1, manifest.previous)):
-            sides = {**self._steps.sides(step), manifest.previous: slots}
-            return self._goes_astray(step, sides, is_decided=True)
-        if step - 1 in self._manifests and manifest.lost != self.lost(step - 1):
+        slots = sides.slots_of(manifest)
+        if not self._follows(step, manifest):
+            by_head = {**self._steps.by_head(step), manifest.previous: slots}
+            return self._goes_astray(step, by_head, is_decided=True)
+        if self.head(step - 1) and manifest.lost != self.lost(step - 1):
             return False
         for member in self._left_out(step, slots):
-            said = self._steps.glance(step, self.head(step - 1), [member[0]]).left
+            self._steps.glance(step, [member[0]])
+            said = self._steps.folder(step, self.head(step - 1)).left
             has_left = self.store.get(records.left_key(member)) is not None
             self._left = self._left | said | ({member} if has_left else set())
         are_there = all(self._is_there(step, packet) for packet in manifest.packets)
         if are_there and not self._left_out(step, slots):
             return True
-        now = time.monotonic()
-        if now - self._since.setdefault(step - 1, now) < self._patient_wait:
+        if self._is_patient(step):
             return False
         self._cut = step
         return True
+
+    def _is_patient(self, step: int) -> bool:
+        """Tells whether those who counted before may still be waited for in a step."""
+        return time.monotonic() - self._known(step - 1).learned < self._patient_wait
 
     def _is_there(self, step: int, packet: PacketRef) -> bool:
         """Tells whether a packet can be read, if those of its sender could not be read lately."""
@@ -463,13 +499,14 @@ class Member:
 
         These are all since the last attested snapshot, so that they are not left out by halves.
         """
+        counted = [x for n, x in self._counted.items() if self._cut <= n < step]
         left = {slot for slot, _ in self._left} - slots
-        counted = {x for x in self._steps.counted_since(self._cut, step) if x[0] not in left}
-        missing = {x for x in counted if x[0] not in slots}
-        return missing if 2 * len(missing) >= len(counted) else set()
+        return sides.left_out(
+            counted, slots, lambda slot: slot not in left and self._steps.has(step, slot)
+        )
 
     def _goes_astray(
-        self, step: int, sides: Mapping[str, Set[int]], is_decided: bool = False
+        self, step: int, by_head: Mapping[str, Set[int]], is_decided: bool = False
     ) -> bool:
         """Tells whether more members follow another head than this worker's own.
 
@@ -477,50 +514,73 @@ class Member:
         long. If they are fewer, the last manifest is put in place again, since theirs may stand
         there. Of two equal sides the one goes on that has decided the step already.
         """
-        last, own, now = self._manifests.get(step - 1), self.head(step - 1), time.monotonic()
-        others = {head: slots - {self.slot} for head, slots in sides.items() if head != own}
+        last, own = self._known(step - 1), self._followed(step)
+        others = {head: slots - {self.slot} for head, slots in by_head.items() if head != own}
         if not any(others.values()):
             return False
-        best = min(others, key=lambda head: (-len(others[head]), head))
-        same = {self.slot} | sides.get(own, set())
-        if last is not None and now - self._since.get(step - 1, now) < self._patient_wait:
+        same = {self.slot} | by_head.get(own, set())
+        if self._is_patient(step):
             left = {slot for slot, _ in self._left}
-            silent = {x for x in self._slots_of(last) if self._steps.has(step, x)} - left
+            silent = {x for x in last.slots if self._steps.has(step, x)} - left
             same |= silent - set().union(*others.values())
-        if (-len(others[best]), best) > (-len(same), "~" if is_decided else own):
-            if last is not None and self._replaced < step:
+        best = sides.goes_on({**others, own: same}, loses_ties=own if is_decided else None)
+        if best == own:
+            if last.manifest and self._replaced < step:
                 self._replaced = step
-                self._steps.replace(step - 1, last)
+                self._replace(step - 1, last.manifest)
             return False
-        self.astray = (
-            f"{len(others[best])} members go on from another {self.unit} {step - 1} than this "
-            f"worker, whose side has {len(same)}: it goes back to a snapshot"
-        )
-        self.tell(f"{self.unit} {step}: {self.astray}")
+        if self._gave_way == (step, own):  # in vain: they may have been gone by then
+            return False
+        self._gave_way = step, own
+        away = f"{len(others[best])} members go on from another {self.unit} {step - 1}"
+        self._go_back(step, f"{away} than this worker, whose side has {len(same)}")
         return True
 
-    @staticmethod
-    def _slots_of(manifest: Manifest) -> set[int]:
-        return {packet.slot for packet in manifest.packets}
+    def _go_back(self, step: int, why: str) -> None:
+        self.astray = f"{why}: it goes back to a snapshot"
+        self.tell(f"{self.unit} {step}: {self.astray}")
+
+    def _compare_chains(self, closed: MembersOnly, step: int) -> None:
+        """Compares what the store holds with this worker's own steps, when it waits in vain.
+
+        Where sides part, one order says which of them goes on, in whatever steps they are: it puts
+        its manifests in place again, and the other one goes back.
+        """
+        own = {n: known.manifest for n, known in sorted(self._decided.items()) if known.manifest}
+        keys = {n: records.step_key("manifests", n) for n in [*own, step]}
+        found, before = self._read_all(keys.values()), None
+        for n, manifest in own.items():
+            with contextlib.suppress(Damaged):
+                there = records.decode(Manifest, found.get(keys[n]))
+                if records.head(there) == records.head(manifest):
+                    before = manifest
+                    continue
+                follows = manifest.previous, before and records.head(before, there.lost)
+                goes_on = sides.goes_before(closed, n, there, manifest, self.slots)
+                if there.previous in follows and goes_on:
+                    return self._go_back(step, f"others go on from another {self.unit} {n}")
+            self._replace(n, before := manifest)
+        if keys[step] in found and self.manifest(step) is None:
+            self._go_back(step, "others have decided it in another way")
 
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
-        logged, head = started, self.head(step - 1)
+        logged, head = started, self._followed(step)
         waits_for = {slot for slot, _ in expected if slot != self.slot}
 
-        def glance(step: int) -> records.StepFolder:
-            return self._steps.glance(step, head, sorted(waits_for))
+        def glance() -> None:
+            self._steps.glance(step, sorted(waits_for))
 
         while True:
             self.end_if_leaving()
             looked = time.monotonic()
-            reads: list[Callable[[int], Any]] = [self.manifest, glance]
-            manifest, folder = in_parallel(lambda read: read(step), reads)
+            manifest, _ = in_parallel(lambda look: look(), [lambda: self.manifest(step), glance])
             if manifest is not None:
                 return manifest
             is_over = looked - started >= self.deadline
-            folder = self._steps.look(step, head, folder, waits_for, thorough=is_over)
-            if self.astray or self._goes_astray(step, self._steps.sides(step)):
+            with self._transferring:
+                folder = self._steps.look(step, head, waits_for, thorough=is_over)
+            if self.astray or self._goes_astray(step, self._steps.by_head(step)):
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()
             self._read(step, present, size)
@@ -546,14 +606,11 @@ class Member:
                 self._vain |= {slot: step for slot, _ in set(missing) & here - expected}
                 if (decided := self._propose(step, packets)) is not None:
                     return decided
-                if waited > self._patient_wait + deadline:
-                    self.astray = f"most have gone on from {self.unit} {step}"
-                    self.tell(f"{self.astray} by a manifest that does not stand here: goes back")
             if now - logged > LOG_EVERY_SECONDS:
                 logged = now
                 names = ", ".join(map(self.name_of, missing))
-                if self._steps.missing:
-                    what = f"waits, since {self._steps.missing}"
+                if self._closed and self._closed.missing:
+                    what = f"waits, since {self._closed.missing}"
                 elif len(arrived) >= self.min_workers:
                     what = f"waits for {names}, {waited:.0f} of at most {deadline:.0f} s"
                 else:
@@ -565,27 +622,33 @@ class Member:
                 self._send_again(step)
                 self._steps.look_for_roster()
                 self.repeat()
+                if self._closed and waited > self._patient_wait + self.deadline:
+                    self._compare_chains(self._closed, step)
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
     def _is_in_vain(self, step: int, slot: int) -> bool:
         """Tells whether others have lately waited in vain for what a member announced or listed."""
-        return step - self._vain.get(slot, step) in range(1, self._steps.vain_steps)
+        return step - self._vain.get(slot, step) in range(1, VAIN_STEPS if self._closed else 0)
 
     def _propose(self, step: int, packets: list[PacketRef]) -> Manifest | None:
         """Decides a step, unless a manifest is there from which as many members have gone on."""
         lost, key = self.lost(step - 1), records.step_key("manifests", step)
-        now, head, named = time.time(), self.head(step - 1), self._steps.roster
+        now, head, named = time.time(), self.head(step - 1), self._steps.look_for_roster()
         proposed = Manifest(step, tuple(sorted(packets)), head, now, named, lost)
         if self.store.create(key, records.encode(proposed)):
             return self._keep(step, proposed)
-        if not self._steps.goes_on_without:
-            return self._decided(step)
-        if (decided := self.manifest(step)) is None and self._may_replace(step, proposed):
-            self._steps.replace(step, proposed)
+        if (closed := self._closed) is None:
+            return self._await_manifest(step)
+        if (decided := self.manifest(step)) is None and self._may_replace(closed, step, proposed):
+            self._replace(step, proposed)
             decided = self.manifest(step)
         return decided
 
-    def _may_replace(self, step: int, proposed: Manifest) -> bool:
+    def _replace(self, step: int, manifest: Manifest) -> None:
+        """Writes a manifest in place of one that this member's side does not believe."""
+        self.store.put(records.step_key("manifests", step), records.encode(manifest))
+
+    def _may_replace(self, closed: MembersOnly, step: int, proposed: Manifest) -> bool:
         """Tells whether a manifest that this worker does not take may be written over.
 
         It may not if as many have gone on from it as have not, or a roster that it names is not
@@ -595,31 +658,47 @@ class Member:
             return False
         with contextlib.suppress(Damaged):
             there = records.decode(Manifest, self._get(records.step_key("manifests", step)))
-            last = self._manifests.get(step - 1)
-            counted = self._slots_of(last) - set(proposed.lost) if last else {self.slot}
-            if self.slot not in counted and self._steps.follows(there, proposed.previous):
+            last = self._known(step - 1)
+            counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
+            if self.slot not in counted and there.previous == proposed.previous:
                 return False
-            gone_on = self._steps.gone_on(step + 1) - {self.slot}
-            return len(gone_on) < len(self._slots_of(proposed) - gone_on)
+            gone_on = self._gone_on(there)
+            if there.previous != proposed.previous:  # who is here has come back from there
+                gone_on -= sides.slots_of(proposed)
+            if not sides.is_valid(closed, step, there, self.slots):
+                gone_on -= {self.slot}  # in an earlier process, with other settings
+            return len(gone_on) < len(sides.slots_of(proposed) - gone_on)
         return True
 
-    def _decided(self, step: int) -> Manifest:
+    def _gone_on(self, manifest: Manifest) -> set[int]:
+        """Returns the slots from which packets follow a manifest, in this or a later step."""
+        gone_on: set[int] = set()
+        with contextlib.suppress(Damaged):
+            for later in range(manifest.step + 1, manifest.step + 1 + MOST_FOLLOWED):
+                gone_on |= self._steps.followers(manifest)
+                there = records.decode(Manifest, self._get(records.step_key("manifests", later)))
+                if there.previous != records.head(manifest, there.lost):
+                    break
+                manifest = there
+        return gone_on
+
+    def _await_manifest(self, step: int) -> Manifest:
         """Returns the manifest of a decided step, which the store may not show at once."""
         what = f"the manifest of {self.unit} {step}"
         return self._retry(lambda: what, lambda: self.manifest(step))
 
     def _read(self, step: int, packets: Iterable[PacketRef], size: int | None = None) -> None:
         """Reads the packets that are not there yet, and keeps those of the right hash and size."""
-        held, packets = self._steps.payloads(step), set(packets) - self._packets.keys()
-        sent = {self._steps.key(step, packet): packet for packet in packets - held.keys()}
-        found = {packet: held[packet] for packet in packets & held.keys()}
-        missing = sent.keys()
-        with self._transferring if missing else contextlib.nullcontext():
-            for key, data in self._read_all(missing).items():
-                found[sent[key]] = self._steps.payload(data)
-        for packet, data in found.items():
-            if records.sha256(data) == packet.sha256 and self._fits(step, packet, data, size):
-                self._packets[packet] = data
+        found = {x.packet: x.payload for x in self._steps.packets(step).values()}
+        wanted = set(packets) - self._packets.keys()
+        away = {self._steps.key(step, packet): packet for packet in wanted - found.keys()}
+        with self._transferring if away else contextlib.nullcontext():
+            for key, data in self._read_all(away).items():
+                found[away[key]] = self._steps.payload(data)
+        for packet in wanted & found.keys():
+            is_whole = records.sha256(found[packet]) == packet.sha256
+            if is_whole and self._fits(step, packet, found[packet], size):
+                self._packets[packet] = found[packet]
 
     def _fits(self, step: int, packet: PacketRef, data: bytes, size: int | None) -> bool:
         """Tells whether a packet has a length that may count; says once of a worker if not."""
@@ -664,20 +743,17 @@ class Member:
         def attempt(is_last: bool = False) -> ExchangeResult | None:
             self._read(step, manifest.packets)
             packets = {x.slot: self._packets[x] for x in manifest.packets if x in self._packets}
-            counted, lost = {packet.slot: packet for packet in manifest.packets}, None
+            counted, lost = {packet.slot: packet for packet in manifest.packets}, ()
             missing = counted.keys() - packets.keys()
-            if missing or is_past:
-                lost = self._steps.lost_later(manifest, missing, self._peek)
+            if self._closed and (missing or is_past):
+                lost = sides.lost_later(self._closed, self._steps, manifest, missing, self._peek)
             if missing:  # perhaps with this worker's own one, for which others wait like this
                 self._send_again(step)
             if lost is None and is_last:  # nobody has said anything yet
                 lost = missing
             if lost:
-                self._lost[step], self._vain = (
-                    tuple(sorted(lost)),
-                    self._vain | dict.fromkeys(lost, step),
-                )
-                self._hashes[step] = records.head(manifest, lost)
+                self._vain |= dict.fromkeys(lost, step)
+                self._learn(step, lost=tuple(sorted(lost)), head=records.head(manifest, lost))
                 counted = {slot: x for slot, x in counted.items() if slot not in lost}
                 packets = {slot: data for slot, data in packets.items() if slot not in lost}
             swept = len(packets) < len(counted)
@@ -691,7 +767,7 @@ class Member:
                 data = packets.get(packet.slot)
                 if data is not None and not self._fits(step, packet, data, self._packet_bytes):
                     del packets[packet.slot], counted[packet.slot]
-            self._since[step] = time.monotonic()
+            self._learn(step)
             names = [(self.name_of(packet.member), packet.steps) for packet in counted.values()]
             members = tuple(name for name, steps in names if steps)
             skipped = tuple(name for name, steps in names if not steps)
@@ -703,9 +779,9 @@ class Member:
             return f"a packet that counts in {self.unit} {step}, of {names},"
 
         try:
-            return self._retry(unread, attempt, 0.5 if self._steps.goes_on_without else 1.0)
+            return self._retry(unread, attempt, 0.5 if self._closed else 1.0)
         except SwarmError as error:
-            if not self._steps.goes_on_without or (result := attempt(is_last=True)) is None:
+            if self._closed is None or (result := attempt(is_last=True)) is None:
                 raise
             known = "Most members have it:" if self.astray else "If most members have it,"
             self.tell(

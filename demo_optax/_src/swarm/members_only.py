@@ -196,8 +196,9 @@ class MembersOnly(Store):
     def get(self, key: str) -> bytes | None:
         if _SETTINGS.fullmatch(key):
             return self._settings_of_others(key)
-        held = self.number_at(records.step_in(key))
-        for number in [held] if held else range(len(self._secrets), 0, -1):
+        held, newest = self.number_at(records.step_in(key)), len(self._secrets)
+        # A later one may hold there for others, who have learned of it earlier in the run.
+        for number in range(held, newest + 1) if held else range(newest, 0, -1):
             with contextlib.suppress(Damaged):  # much too large
                 data = self.inner.get(self._name(key, number))
                 body = data if _PART.fullmatch(key) else self._opened(key, data)

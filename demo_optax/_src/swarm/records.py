@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
-FORMAT = 8  # of the store's objects and of packets; all workers of a run have the same
+FORMAT = 9  # of the store's objects and of packets; all workers of a run have the same
 
 MOST_TOKENS = 10**16 - 1  # of a packet
 
@@ -81,7 +81,7 @@ class SnapshotIndex(NamedTuple):
 R = TypeVar("R", bound=Manifest | Claim | SnapshotIndex)
 
 _COUNT, _TEXT, _HASH = r"\d{1,10}", '".*"', '"[0-9a-f]{64}"'
-_TOKENS = r"\d{1,16}(?:\.\d{1,20})?(?:e-\d{1,2})?"  # as `packet_key` writes them
+_TOKENS = r"\d{1,16}(?:\.\d{1,20})?(?:e-\d{1,2})?"  # as `tokens_of` gives them
 _PACKET = rf'\[{_COUNT}, {_COUNT}, {_HASH}, {_COUNT}, {_TOKENS}, "(?:[0-9a-f]{{128}})?"\]'
 ROSTER = "[0-9a-f]{32} [1-9][0-9]{0,7} [0-9a-f]{64} [0-9a-f]{128}"  # run, number, hash, signature
 _PATTERNS = {  # of the JSON of each field
@@ -169,54 +169,10 @@ def step_key(folder: str, step: int) -> str:
     return f"{folder}/{step:08d}"
 
 
-def mark_key(step: int, member: MemberId, mark: str) -> str:
-    """Returns the key by which a worker says that it is ``here`` for a step, or has ``left``.
-
-    The mark ``ends`` asks the others to end a round of local steps, too.
-    """
-    return f"{step_key('packets', step)}/{member[0]:03d}.{member[1]:06d}.{mark}"
-
-
 def tokens_of(weight: float) -> float:
-    """Returns a weight as a number that names and manifests hold, with 12 digits."""
+    """Returns a weight as a number that manifests hold, with 12 digits."""
     tokens = min(float(f"{weight:.12g}"), MOST_TOKENS)
     return int(tokens) if tokens == int(tokens) else tokens
-
-
-def packet_key(step: int, packet: PacketRef) -> str:
-    name = f"{packet.sha256}.{packet.steps}.{json.dumps(packet.tokens)}.packet"
-    return mark_key(step, packet.member, name)
-
-
-class StepFolder(NamedTuple):
-    """The content of a step's folder."""
-
-    packets: dict[int, PacketRef]  # of the newest incarnation in each slot
-    here: frozenset[MemberId]  # workers that will send one
-    left: frozenset[MemberId]  # workers that will not
-    ends: frozenset[MemberId]  # workers that have ended the round
-
-
-_NAME = re.compile(
-    r"(\d{3,10})\.(\d{6,10})\.(?:(here|left|ends)|([0-9a-f]{64})\.(\d{1,10})"
-    rf"\.({_TOKENS})\.packet)"
-)
-
-
-def read_folder(names: Iterable[str], slots: int | None = None) -> StepFolder:
-    """Parses the names in a step's folder; unknown names and other slots are ignored."""
-    packets: dict[int, PacketRef] = {}
-    marks: dict[str, set[MemberId]] = {"here": set(), "left": set(), "ends": set()}
-    for match in filter(None, map(_NAME.fullmatch, sorted(names))):
-        slot, incarnation, mark, digest, steps, tokens = match.groups()
-        member = int(slot), int(incarnation)
-        if slots is not None and member[0] >= slots:
-            continue
-        if mark:
-            marks[mark].add(member)
-        else:
-            packets[member[0]] = PacketRef(*member, digest, int(steps), tokens_of(float(tokens)))
-    return StepFolder(packets, *map(frozenset, marks.values()))
 
 
 def step_of(name: str) -> int | None:

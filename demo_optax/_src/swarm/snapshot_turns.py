@@ -51,7 +51,6 @@ class SnapshotTurns:
         """
         members, self._last = [packet.member for packet in manifest.packets], step
         writer = members[step // self.every % len(members)]
-        self.member.turns[step] = self.member.head(step - 1)
         if writer != self.member.me:
             if self._compared is None:
                 chain, slot = self._chain(step), self._slot_in_index(writer)
@@ -87,15 +86,12 @@ class SnapshotTurns:
 
     def _last_attested(self, before: int) -> int:
         """Returns the step of the newest snapshot that most members have signed."""
-        store, known, turns = self.member.store, self.member.counted, self.member.turns
-        for index in snapshots.attested(store, range(self._attested + 1, before), known):
-            if index.head == turns.get(index.step, index.head):  # else it is of another side
+        member, steps = self.member, range(self._attested + 1, before)
+        for index in snapshots.attested(member.store, steps, member.counted):
+            if member.head(index.step - 1) in ("", index.head):  # else it is of another side
                 self._attested = index.step
                 break
-        for step in [x for x in list(known) if x < min(self._attested, before - STEPS_TO_JUDGE)]:
-            known.pop(step, None)
-        for step in [x for x in list(turns) if x < self._attested]:
-            turns.pop(step, None)
+        member.judged_from = min(self._attested, before - STEPS_TO_JUDGE)
         return self._attested
 
     def _write(self, step: int, shared: Leaves, chain: dict[str, Any]) -> None:
@@ -129,14 +125,18 @@ class SnapshotTurns:
             "this worker sends nothing until they do: let the owner take those out of the roster "
             "that are gone for good"
         )
-        while not any(x > since for x in snapshots.attested_steps(store, number=1)):
+        while member.is_unheard and not any(
+            x > since for x in snapshots.attested_steps(store, number=1)
+        ):
             if self._closing.wait(HEARD_SECONDS):
                 return
             self._sign_again()
             if self._closed:
                 self._closed.look_for_roster()
         self._turns.extend([0, 0])
-        member.astray, member.is_unheard = "a newer snapshot was signed by most members", False
+        if member.is_unheard:
+            member.astray = "a newer snapshot was signed by most members"
+            member.is_unheard = False
 
     def _compare(
         self, step: int, slot: int | None, own: Leaves, num_params: int, chain: dict[str, Any]

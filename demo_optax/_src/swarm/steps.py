@@ -1,124 +1,33 @@
-"""The steps of an open run and of one for members only: what is said there, and what is believed.
+"""What the workers say in a step: that they are here, or have left, or their packet.
 
-In an open run each worker says that it is here, that it has left, and its packet by an object of
-its own, whose name a list finds. In a run for members only each has one object in a step, whose
-name the others know, and which it has signed. `Member` knows no other difference between the two.
+In an open run each says it by an object of its own, which a list finds, and everything is believed.
+In a run for members only each has one object in a step, whose name the others know, so that nothing
+is listed, and only what a member has signed is believed.
 """
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.members_only import MembersOnly
-from demo_optax._src.swarm.records import (
-    Damaged,
-    Manifest,
-    MemberId,
-    PacketRef,
-    SnapshotIndex,
-    StepFolder,
-    SwarmError,
-)
-from demo_optax._src.swarm.slots import have_left, last_claim
-from demo_optax._src.swarm.store import Store, in_parallel, log
+from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, PacketRef, SwarmError
+from demo_optax._src.swarm.slots import last_claim
+from demo_optax._src.swarm.store import Store, in_parallel
 
 ROSTER_SECONDS = 10.0  # between two looks for a roster of a higher number
 LOOK_SECONDS = 10.0  # between two looks for a later process with the same key
 
 MARKS = {mark.encode(): mark for mark in ("here", "left", "ends")}
-EMPTY = StepFolder({}, frozenset(), frozenset(), frozenset())
-
-
-class ListedSteps:
-    """The steps of an open run, in which everything is believed."""
-
-    vain_steps = 0
-    shortest_round = 0.0
-    goes_on_without = False
-    missing = origin = roster = ""
-
-    def __init__(self, store: Store, slots: int):
-        self._store, self._slots = store, slots
-        self.counted: dict[int, frozenset[MemberId]] = {}
-
-    def name(self, worker: str) -> str:
-        return worker
-
-    def has(self, step: int, slot: int) -> bool:
-        return True
-
-    def may_decide(self, step: int) -> bool:
-        return True
-
-    def counted_since(self, first: int, step: int) -> set[MemberId]:
-        return set()
-
-    def look_for_roster(self) -> None:
-        pass
-
-    def begin(self, index: SnapshotIndex) -> dict[int, str]:
-        return {index.step - 1: index.head} if index.head else {}
-
-    def keep(self, step: int, manifest: Manifest) -> None:
-        pass
-
-    def is_valid(self, step: int, manifest: Manifest, absent: float) -> bool:
-        return True
-
-    def follows(self, manifest: Manifest, head: str) -> bool:
-        return True
-
-    def lost_later(
-        self, manifest: Manifest, missing: Collection[int], read: Callable[[str], bytes | None]
-    ) -> tuple[int, ...] | None:
-        return ()
-
-    def gone_on(self, step: int) -> set[int]:
-        return set()
-
-    def replace(self, step: int, manifest: Manifest) -> None:
-        pass
-
-    def sides(self, step: int) -> Mapping[str, set[int]]:
-        return {}
-
-    def glance(self, step: int, head: str, waits_for: Iterable[int]) -> StepFolder:
-        folder = records.step_key("packets", step)
-        return records.read_folder(self._store.names(folder), self._slots)
-
-    def look(
-        self, step: int, head: str, folder: StepFolder, waits_for: Collection[int], thorough: bool
-    ) -> StepFolder:
-        return folder
-
-    def payloads(self, step: int) -> dict[PacketRef, bytes]:
-        return {}
-
-    def key(self, step: int, packet: PacketRef) -> str:
-        return records.packet_key(step, packet)
-
-    def payload(self, data: bytes) -> bytes:
-        return data
-
-    def say(self, step: int, member: MemberId, mark: str) -> None:
-        self._store.put(records.mark_key(step, member, mark), b"")
-
-    def send(
-        self, step: int, packet: PacketRef, data: bytes, head: str, lost: tuple[int, ...]
-    ) -> PacketRef:
-        self._store.put(self.key(step, packet), data)
-        return packet
-
-    def has_ended(self, step: int, me: MemberId) -> bool:
-        return bool(self.glance(step, "", ()).ends - {me})
+_NAME = re.compile(r"(\d{3,10})\.(\d{6,10})\.(here|left|packet)")  # in an open run
 
 
 class Said(NamedTuple):
-    """What a member has said in a step, after a head of its own."""
+    """What a worker has said in a step, after a head of its own."""
 
-    head: str  # "" with a mark, which belongs to no chain
+    head: str  # "" with a mark, which belongs to no chain, and in an open run
     packet: PacketRef  # of its words or its packet
     payload: bytes
     lost: tuple[int, ...] = ()  # slots whose packets of the step before it did not apply
@@ -127,243 +36,153 @@ class Said(NamedTuple):
     def mark(self) -> str | None:
         return MARKS.get(self.payload)
 
-    @property
-    def is_final(self) -> bool:
-        return self.mark != "here"
+
+class StepFolder(NamedTuple):
+    """What is known of a step."""
+
+    packets: dict[int, PacketRef]  # by slot
+    here: set[MemberId]  # workers that will send one
+    left: set[MemberId]  # workers that will not
 
 
-class SignedSteps:
-    """The steps of a run for members only, in which only what members have signed is believed.
+class Steps:
+    """The steps of a run, as far as this worker has looked at them."""
 
-    Attributes:
-      counted: whose packets counted, by step, for snapshots to come.
-      vain_steps: steps in which nobody waits again for a member that announced itself in vain.
-      shortest_round: the share of a round's seconds after which a member may end it for all.
-      goes_on_without: whether a packet counts for nobody if most could not read it.
-    """
-
-    vain_steps = 10
-    shortest_round = 0.5
-    goes_on_without = True
-
-    def __init__(self, store: MembersOnly, slots: int):
+    def __init__(self, store: Store, slots: int):
         self._store, self._slots = store, slots
-        self.counted: dict[int, frozenset[MemberId]] = {}
+        self._closed = store if isinstance(store, MembersOnly) else None
         self._looked_for_roster, self._looked_for_itself = 0.0, time.monotonic()
-        self._said: dict[int, dict[int, Said]] = {}  # by step and slot
-        self._asked: int | None = None  # the slot that the last glance was at
-        self._looks = 0  # so that each glance is at another slot
+        self._said: dict[int, dict[str, Said]] = {}  # by step and name
+        self._listed: dict[str, int] = {}  # slots of the packets in the last list, by name
+        self._asked = ""  # the name that the last glance was at
+        self._looks = 0  # so that each glance is at another one
 
-    def glance(self, step: int, head: str, waits_for: Iterable[int]) -> StepFolder:
-        """Looks at one member that is waited for: while it is missing, the others can wait."""
-        open_ones, self._looks = self._open(step, waits_for), self._looks + 1
-        self._asked = open_ones[self._looks % len(open_ones)] if open_ones else None
-        if self._asked is not None:
+    def glance(self, step: int, waits_for: Collection[int]) -> None:
+        """Asks the store once: for a list, or for what a member has said that is waited for.
+
+        While one of these is missing, the others can wait.
+        """
+        self._list(step)
+        if self._closed and (open_ones := self._open(step, waits_for)):
+            self._looks += 1
+            self._asked = open_ones[self._looks % len(open_ones)]
             self._keep(step, self._asked, self._read(step, self._asked))
-        return self.folder(step, head)
 
-    def look(
-        self, step: int, head: str, folder: StepFolder, waits_for: Collection[int], thorough: bool
-    ) -> StepFolder:
+    def look(self, step: int, head: str, waits_for: Collection[int], thorough: bool) -> StepFolder:
         """Looks at the others, once the one that was waited for has come.
 
         Who follows another head may come back to this one.
         """
         open_ones = self._open(step, waits_for)
         if self._asked not in open_ones:
-            self.read_all(step, open_ones)
+            self._read_all(step, open_ones)
         if thorough or not self._open(step, waits_for):
-            elsewhere = set().union(*(x for y, x in self.sides(step).items() if y != head))
-            self.read_all(step, [*self._open(step, self._store.members(step)), *elsewhere])
+            elsewhere = {n for n, x in self.packets(step).items() if x.head != head}
+            self._read_all(step, self._open(step, range(self._slots), elsewhere))
         return self.folder(step, head)
-
-    def name(self, worker: str) -> str:
-        return self._store.members(0)[self._store.slot].name
-
-    @property
-    def missing(self) -> str:
-        """What must be there before anything is decided, or an empty text."""
-        return self._store.missing
-
-    @property
-    def origin(self) -> str:
-        """What the first step follows while no snapshot was read."""
-        return records.sha256(self._store.roster.run.encode())
-
-    @property
-    def roster(self) -> str:
-        self.look_for_roster()
-        return self._store.roster.name
-
-    def look_for_roster(self) -> None:
-        """Looks for the newest roster from time to time."""
-        if time.monotonic() - self._looked_for_roster > ROSTER_SECONDS:
-            self._store.look_for_roster()
-            self._looked_for_roster = time.monotonic()
-
-    def has(self, step: int, slot: int) -> bool:
-        """Tells whether somebody is a member in a step, and has not been taken out since then."""
-        stayed, public = self._store.roster.members(), self._store.members(step).get(slot)
-        return public is not None and public == stayed.get(slot)
-
-    def may_decide(self, step: int) -> bool:
-        """Tells whether this worker is a member in a step, and nothing is missing."""
-        return self.has(step, self._store.slot) and not self.missing
-
-    def counted_since(self, first: int, step: int) -> set[MemberId]:
-        """Returns who counted since the last attested snapshot, and is a member yet."""
-        counted = [x for n, x in list(self.counted.items()) if first <= n < step]
-        newest = dict(sorted(set().union(*counted)))
-        return {x for x in newest.items() if self.has(step, x[0])}
-
-    def begin(self, index: SnapshotIndex) -> dict[int, str]:
-        """Goes on from a snapshot, and returns the head of its step, by the step."""
-        self._store.begin(index.step, index.roster)
-        first = records.sha256(records.encode(index))
-        return {index.step - 1: index.head if index.step else first}
-
-    def keep(self, step: int, manifest: Manifest) -> None:
-        """Lets a manifest stand."""
-        self._store.hold(step + 1, manifest.roster)
-        self.counted[step] = manifest.members
-
-    def is_valid(self, step: int, manifest: Manifest, absent: float) -> bool:
-        """Tells whether members have signed enough packets, and the owner the named roster.
-
-        At the time ``absent`` there was no manifest. One that came long after this member knew its
-        roster, and names an earlier one, is by somebody to whom that was shown again.
-        """
-        signed = (self._store.is_signed(step, x, manifest.previous) for x in manifest.packets)
-        slots, held = {x.slot for x in manifest.packets}, self._store.members(step)
-        is_enough = len(slots) >= self._store.min_workers and max(slots) < self._slots
-        if manifest.step != step or not is_enough or not all(signed):
-            return False
-        if not self._store.knows(step + 1, manifest.roster):
-            log.warning("step %d names a roster that is not there", step)
-            return False
-        known, stayed = self._store.roster, self._store.roster.members()
-        is_late = absent > self._store.known_since + 2 * ROSTER_SECONDS
-        if manifest.roster != known.name and is_late:
-            return False
-        return 2 * sum(held.get(n) == stayed.get(n) for n in slots) >= len(slots)
-
-    def follows(self, manifest: Manifest, head: str) -> bool:
-        """Tells whether a manifest is of this member's side; in an open run there is one."""
-        return manifest.previous == head
-
-    def lost_later(
-        self, manifest: Manifest, missing: Collection[int], read: Callable[[str], bytes | None]
-    ) -> tuple[int, ...] | None:
-        """Returns the slots that nobody applied in a step, or None while this is not known.
-
-        Those who counted sign it in the next step. Their larger side decides, against those who
-        have not signed yet and may lack what is ``missing`` here. Of two equal sides the one goes
-        on that has decided the next step, or else the one that lacks more.
-        """
-        later, sent = manifest.step + 1, {x.slot: x.member for x in manifest.packets}
-        lacks, sides, following = tuple(sorted(missing)), {}, None
-        with contextlib.suppress(Damaged):
-            following = records.decode(Manifest, read(records.step_key("manifests", later)))
-        if following is not None:
-            head = records.head(manifest, following.lost)
-            signed = {x.slot for x in following.packets if self._store.is_signed(later, x, head)}
-            away = [x for slot, x in sent.items() if slot not in signed]
-            if signed := signed & sent.keys():
-                others = len(away) - len(have_left(self._store, away))
-                return following.lost if len(signed) >= others else None
-        slots = [n for n in sent if self.has(later, n)]
-        self.read_all(later, self._open(later, slots))
-        for slot, x in list(self._said.get(later, {}).items()):
-            if slot in sent and x.mark is None and x.head == records.head(manifest, x.lost):
-                sides.setdefault(x.lost, set()).add(slot)
-        silent = sent.keys() - set().union(*sides.values())
-
-        def rank(lost: tuple[int, ...], members: int) -> tuple[int, str]:
-            return -members, records.head(manifest, lost)
-
-        best = min(sides, key=lambda lost: rank(lost, len(sides[lost])), default=None)
-        own = rank(lacks, len(silent | sides.get(lacks, set())))
-        return best if best is not None and rank(best, len(sides[best])) <= own else None
-
-    def gone_on(self, step: int) -> set[int]:
-        """Returns the slots of the members that have sent a packet in a later step."""
-        self.read_all(step, self._open(step, self._store.members(step)))
-        said = list(self._said.get(step, {}).items())
-        return {slot for slot, x in said if x.mark is None and self.has(step, slot)}
-
-    def replace(self, step: int, manifest: Manifest) -> None:
-        """Writes a manifest in place of one that this member's side does not believe."""
-        self._store.put(records.step_key("manifests", step), records.encode(manifest))
-
-    def read_all(self, step: int, slots: Collection[int]) -> None:
-        """Reads what these members have said; it may not be called in a thread for requests."""
-        found = in_parallel(lambda slot: self._read(step, slot), slots)
-        for slot, said in zip(slots, found, strict=True):
-            self._keep(step, slot, said)
 
     def folder(self, step: int, head: str) -> StepFolder:
         """Returns what is known of a step; nobody waits for members with another head."""
         said = list(self._said.get(step, {}).values())
-        marked = {
-            mark: frozenset(x.packet.member for x in said if x.mark == mark)
-            for mark in MARKS.values()
-        }
-        sent = [x.packet for x in said if x.mark is None and x.head == head]
-        packets = {x.slot: x for x in sent if self.has(step, x.slot)}
-        elsewhere = {x.packet.member for x in said if x.mark is None and x.head != head}
-        return StepFolder(packets, marked["here"], marked["left"] | elsewhere, frozenset())
+        here, left = ({x.packet.member for x in said if x.mark == y} for y in ("here", "left"))
+        sent = self.packets(step)
+        packets = {n: x.packet for n, x in sent.items() if x.head == head and self.has(step, n)}
+        elsewhere = {x.packet.member for x in sent.values() if x.head != head}
+        return StepFolder(packets, here, left | elsewhere)
 
-    def sides(self, step: int) -> Mapping[str, set[int]]:
-        """Returns the slots of the members that sent a packet, by the head that it follows."""
-        sides: dict[str, set[int]] = {}
-        for slot, said in list(self._said.get(step, {}).items()):
-            if said.mark is None:
-                sides.setdefault(said.head, set()).add(slot)
-        return sides
+    def packets(self, step: int) -> dict[int, Said]:
+        """Returns the packets that are known of a step, by slot: those of the last processes."""
+        said = sorted(self._said.get(step, {}).values(), key=lambda x: x.packet)
+        return {x.packet.slot: x for x in said if x.mark is None}
 
-    def payloads(self, step: int) -> dict[PacketRef, bytes]:
-        return {x.packet: x.payload for x in self._said.get(step, {}).values()}
+    def sent(self, step: int, slots: Collection[int]) -> dict[int, Said]:
+        """Returns the packets of a step that were sent from these slots, and reads them first."""
+        self._list(step)
+        self._read_all(step, self._open(step, slots))
+        return {slot: said for slot, said in self.packets(step).items() if slot in slots}
 
-    def key(self, step: int, packet: PacketRef) -> str:
-        return _key(step, packet.slot)
+    def followers(self, manifest: Manifest) -> set[int]:
+        """Returns the slots from which packets of the next step follow a manifest."""
+        step = manifest.step + 1
+        names = [f"{slot:03d}.packet" for slot in range(self._slots) if self.has(step, slot)]
+        found = filter(None, in_parallel(lambda name: self._read(step, name), names))
+        return {x.packet.slot for x in found if x.head == records.head(manifest, x.lost)}
 
-    def payload(self, data: bytes) -> bytes:
-        return data.partition(b"\n")[2]
+    def by_head(self, step: int) -> dict[str, set[int]]:
+        """Returns the slots from which packets were sent, by the head that they follow."""
+        found: dict[str, set[int]] = {}
+        for slot, said in self.packets(step).items():
+            found.setdefault(said.head, set()).add(slot)
+        return found
 
     def say(self, step: int, member: MemberId, mark: str) -> None:
+        """Says that a worker is ``here`` for a step, has ``left``, or that its round ``ends``."""
         packet = PacketRef(*member, records.sha256(mark.encode()), 0, 0)
-        key = _key(step, member[0] if mark != "ends" else None)
         data = self._signed(step, packet, mark.encode())
         if mark == "ends":
-            self._store.put(key, data)
-        elif not self._store.create(key, data):
-            said = self._read(step, member[0])
+            self._store.put(self._key(step, "ends"), data)
+        elif not self._store.create(key := self._key(step, self._name(packet, mark)), data):
+            said = self._said_at(step, key)
             if said is None or said.mark not in (None, mark):  # never in place of a packet
                 self._store.put(key, data)
 
     def send(
         self, step: int, packet: PacketRef, data: bytes, head: str, lost: tuple[int, ...]
     ) -> PacketRef:
+        """Sends a packet, and returns its reference with a signature, if there are any."""
         self._end_if_replaced(packet.member)
-        signed = self._store.sign(step, packet, head)
+        packet = self._sign(step, packet, head)
         self._store.put(self.key(step, packet), self._signed(step, packet, data, head, lost))
-        self._keep(step, packet.slot, Said(head, signed, data, lost))
-        return signed
+        self._keep(step, self._name(packet, "packet"), Said(head, packet, data, lost))
+        return packet
+
+    def has_ended(self, step: int, me: MemberId) -> bool:
+        """Tells whether another worker has ended a round."""
+        said = self._said_at(step, self._key(step, "ends"))
+        return said is not None and said.mark == "ends" and said.packet.member != me
+
+    def key(self, step: int, packet: PacketRef) -> str:
+        """Returns the key of a packet."""
+        return self._key(step, self._name(packet, "packet"))
+
+    def payload(self, data: bytes) -> bytes:
+        """Returns what stands behind the reference in an object."""
+        return data.partition(b"\n")[2]
+
+    def has(self, step: int, slot: int) -> bool:
+        """Tells whether somebody is a member in a step, and has not been taken out since then."""
+        if self._closed is None:
+            return True
+        public = self._closed.members(step).get(slot)
+        return public is not None and public == self._closed.roster.members().get(slot)
+
+    def may_decide(self, step: int) -> bool:
+        """Tells whether this worker is a member in a step, and nothing is missing."""
+        closed = self._closed
+        return closed is None or (self.has(step, closed.slot) and not closed.missing)
+
+    def look_for_roster(self) -> str:
+        """Looks for the newest roster from time to time, and returns its name."""
+        if self._closed is None:
+            return ""
+        if time.monotonic() - self._looked_for_roster > ROSTER_SECONDS:
+            self._closed.look_for_roster()
+            self._looked_for_roster = time.monotonic()
+        return self._closed.roster.name
 
     def _end_if_replaced(self, me: MemberId) -> None:
         """Raises SwarmError once a later process has this worker's key; it looks now and then."""
-        if time.monotonic() - self._looked_for_itself < LOOK_SECONDS:
+        if self._closed is None or time.monotonic() - self._looked_for_itself < LOOK_SECONDS:
             return
         self._looked_for_itself = time.monotonic()
-        if last_claim(self._store, me[0]) > me[1]:
+        if last_claim(self._closed, me[0]) > me[1]:
             raise SwarmError(
-                f"another process uses the key of {self._store.key.name!r} now: stop one of them, "
+                f"another process uses the key of {self._closed.key.name!r} now: stop one of them, "
                 "and give each process a key of its own."
             )
 
-    def has_ended(self, step: int, me: MemberId) -> bool:
-        said = self._read(step, None)
-        return said is not None and said.mark == "ends" and said.packet.member != me
+    def _sign(self, step: int, packet: PacketRef, head: str, kind: str = "packet") -> PacketRef:
+        return self._closed.sign(step, packet, head, kind) if self._closed else packet
 
     def _signed(
         self,
@@ -373,44 +192,69 @@ class SignedSteps:
         head: str = "",
         lost: tuple[int, ...] = (),
     ) -> bytes:
-        packet = self._store.sign(step, packet, head, MARKS.get(payload, "packet"))
-        spoken = Manifest(step, (packet,), head, 0.0, lost=lost)
-        return records.encode(spoken) + b"\n" + payload
+        packet = self._sign(step, packet, head, MARKS.get(payload, "packet"))
+        return records.encode(Manifest(step, (packet,), head, 0.0, lost=lost)) + b"\n" + payload
 
-    def _open(self, step: int, slots: Iterable[int]) -> list[int]:
-        said, members = self._said.get(step, {}), self._store.members(step)
-        return [n for n in slots if n in members and (n not in said or not said[n].is_final)]
+    def _list(self, step: int) -> None:
+        """Lists an open run's step: the last packet of each slot, and marks, which need no look."""
+        if self._closed is None:
+            names = map(_NAME.fullmatch, self._store.names(records.step_key("packets", step)))
+            found = [(x[0], int(x[1]), int(x[2]), x[3]) for x in names if x]
+            packets = {slot: name for name, slot, _, kind in found if kind == "packet"}
+            self._listed = {name: slot for slot, name in packets.items()}
+            for name, slot, incarnation, mark in found:
+                if mark != "packet" and slot < self._slots:
+                    packet = PacketRef(slot, incarnation, "", 0, 0)
+                    self._keep(step, name, Said("", packet, mark.encode()))
 
-    def _keep(self, step: int, slot: int, said: Said | None) -> None:
+    def _open(self, step: int, slots: Collection[int], again: Collection[int] = ()) -> list[str]:
+        """Returns the names from some slots at which something new may be said, or ``again``."""
+        names, said = self._listed, self._said.get(step, {})
+        if self._closed:
+            names = {f"{slot:03d}.packet": slot for slot in self._closed.members(step)}
+
+        def is_open(name: str) -> bool:
+            is_final = name in said and said[name].mark != "here"
+            return not is_final or names[name] in again
+
+        return [name for name, slot in names.items() if slot in slots and is_open(name)]
+
+    def _read_all(self, step: int, names: Collection[str]) -> None:
+        """Reads what is said; it may not be called in a thread for requests."""
+        found = in_parallel(lambda name: self._read(step, name), names)
+        for name, said in zip(names, found, strict=True):
+            self._keep(step, name, said)
+
+    def _keep(self, step: int, name: str, said: Said | None) -> None:
         if said is not None:
-            self._said.setdefault(step, {})[slot] = said
+            self._said.setdefault(step, {})[name] = said
         for old in [n for n in list(self._said) if n < step - 1]:
             self._said.pop(old, None)
 
-    def _read(self, step: int, slot: int | None) -> Said | None:
-        """Reads what a member has said, or anybody's word that a round ends."""
-        data = self._store.get(_key(step, slot)) or b""
-        line, _, payload = data.partition(b"\n")
+    def _read(self, step: int, name: str) -> Said | None:
+        """Reads what a worker has said, which nobody else says in its place."""
+        said = self._said_at(step, self._key(step, name))
+        if said is None or said.mark == "ends":
+            return None
+        return said if self._name(said.packet, said.mark or "packet") == name else None
+
+    def _said_at(self, step: int, key: str) -> Said | None:
+        """Returns what an object says if a worker has signed it, as far as workers sign."""
         with contextlib.suppress(Damaged, ValueError):
+            line, _, payload = (self._store.get(key) or b"").partition(b"\n")
             spoken = records.decode(Manifest, line[:1000])
             (packet,) = spoken.packets  # of two it is nobody's
-            is_own = slot in (None, packet.slot) and packet.slot < self._slots
+            kind, head = MARKS.get(payload, "packet"), spoken.previous
             is_whole = spoken.step == step and packet.sha256 == records.sha256(payload)
-            kind = MARKS.get(payload, "packet")
-            is_valid = is_own and is_whole and (kind == "packet") == bool(spoken.previous)
-            is_valid = is_valid and (kind == "ends") == (slot is None)
-            if is_valid and self._store.is_signed(step, packet, spoken.previous, kind):
-                return Said(spoken.previous, packet, payload, spoken.lost)
+            is_signed = not self._closed or self._closed.is_signed(step, packet, head, kind)
+            if is_whole and packet.slot < self._slots and is_signed:
+                return Said(head, packet, payload, spoken.lost)
         return None
 
+    def _name(self, packet: PacketRef, kind: str) -> str:
+        if self._closed:
+            return f"{packet.slot:03d}.packet"
+        return f"{packet.slot:03d}.{packet.incarnation:06d}.{kind}"
 
-def _key(step: int, slot: int | None) -> str:
-    name = "ends" if slot is None else f"{slot:03d}.packet"
-    return f"{records.step_key('packets', step)}/{name}"
-
-
-def steps_for(store: Store, slots: int, min_workers: int) -> ListedSteps | SignedSteps:
-    if not isinstance(store, MembersOnly):
-        return ListedSteps(store, slots)
-    store.min_workers = min_workers
-    return SignedSteps(store, slots)
+    def _key(self, step: int, name: str) -> str:
+        return f"{records.step_key('packets', step)}/{name}"

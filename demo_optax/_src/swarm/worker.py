@@ -19,7 +19,7 @@ from demo_optax._src.parallel.processes import by_lead, is_lead
 from demo_optax._src.swarm import agreement, replicated_state, snapshots
 from demo_optax._src.swarm.member import ExchangeResult, Left, Member
 from demo_optax._src.swarm.programs import compile_programs, require_optimizer
-from demo_optax._src.swarm.records import Manifest, SwarmError
+from demo_optax._src.swarm.records import Manifest, SnapshotIndex, SwarmError
 from demo_optax._src.swarm.replicated_state import replace_leaves, shared_leaves, to_host
 from demo_optax._src.swarm.round_clock import RoundClock
 from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
@@ -514,14 +514,15 @@ class SwarmWorker:
         """Takes over the newest snapshot; the first worker of a run writes one."""
         own = list(map(to_host, shared_leaves(params, opt_state)))
 
-        def read() -> tuple[int, Any]:
-            member = self.member
-            first_step = 0 if member.astray else first
-            index, leaves = snapshots.read_newest(member.store, own, first_step)
-            member.go_on_from(index)
-            return index.step, leaves
+        def read() -> tuple[SnapshotIndex, Any]:
+            first_step = 0 if self.member.astray else first
+            return snapshots.read_newest(self.member.store, own, first_step)
 
-        self.number, leaves = by_lead(read)
+        return self._go_on_from(*by_lead(read), params, opt_state)
+
+    def _go_on_from(self, index: SnapshotIndex, leaves, params, opt_state) -> tuple[Any, Any]:
+        by_lead(lambda: self.member.go_on_from(index))
+        self.number = index.step
         return replace_leaves(self._programs.shardings, params, opt_state, leaves)
 
     def _take_snapshot(self, params, opt_state, manifest: Manifest) -> None:
@@ -539,9 +540,7 @@ class SwarmWorker:
         result = self._result()
         if result is not None:
             params, opt_state, _ = self._go_on(result, params, opt_state)
-        params, opt_state = replace_leaves(self._programs.shardings, params, opt_state, leaves)
-        by_lead(lambda: self.member.go_on_from(index))
-        self.number = index.step
+        params, opt_state = self._go_on_from(index, leaves, params, opt_state)
         params, opt_state, _ = self._catch_up(params, opt_state)
         self._announce()
         return params, opt_state, drift
