@@ -296,6 +296,16 @@ def test_who_lists_a_packet_that_nobody_can_read_delays_one_step_in_ten(run):
     assert slots == [[0, 1, 2], [0, 1], [0, 1], [0, 1]]
 
 
+def test_who_starts_again_takes_what_the_other_has_decided_alone(run):
+    paris, rome = run.members("paris", "rome", deadline=0.3)
+    everybody([paris, rome], 0)
+    alone = exchange(paris, 1).manifest  # it has applied this, and sent nothing since then
+    again = run.member("rome", deadline=0.3)
+    again.receive(0)
+    assert exchange(again, 1).manifest == alone
+    assert again.head(1) == paris.head(1)
+
+
 def test_who_goes_on_from_a_snapshot_knows_what_was_lost_before(run):
     paris = run.member("paris")
     file, head, named = f"snapshots/00000005/{'0' * 32}", "a" * 64, run.roster().name

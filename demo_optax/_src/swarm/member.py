@@ -565,7 +565,7 @@ class Member:
 
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
-        logged, head = started, self._followed(step)
+        logged, compared, head = started, started, self._followed(step)
         waits_for = {slot for slot, _ in expected if slot != self.slot}
 
         def glance() -> None:
@@ -622,7 +622,8 @@ class Member:
                 self._send_again(step)
                 self._steps.look_for_roster()
                 self.repeat()
-                if self._closed and waited > self._patient_wait + self.deadline:
+                if self._closed and now - compared > self._patient_wait + self.deadline:
+                    compared = now
                     self._compare_chains(self._closed, step)
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
@@ -662,12 +663,22 @@ class Member:
             counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
             if self.slot not in counted and there.previous == proposed.previous:
                 return False
+            is_valid, here = (
+                sides.is_valid(closed, step, there, self.slots),
+                sides.slots_of(proposed),
+            )
+            decided: set[int] = set()
+            if is_valid and there.previous == proposed.previous and sides.slots_of(there) < here:
+                decided = sides.slots_of(there)  # they did not wait, and may have applied it
+            if len(decided) >= len(here - decided):
+                return False
             gone_on = self._gone_on(there)
             if there.previous != proposed.previous:  # who is here has come back from there
-                gone_on -= sides.slots_of(proposed)
-            if not sides.is_valid(closed, step, there, self.slots):
+                gone_on -= here
+            if not is_valid:
                 gone_on -= {self.slot}  # in an earlier process, with other settings
-            return len(gone_on) < len(sides.slots_of(proposed) - gone_on)
+            gone_on |= decided
+            return len(gone_on) < len(here - gone_on)
         return True
 
     def _gone_on(self, manifest: Manifest) -> set[int]:
