@@ -476,7 +476,8 @@ class Member:
             has_left = self.store.get(records.left_key(member)) is not None
             self._left = self._left | said | ({member} if has_left else set())
         are_there = all(self._is_there(step, packet) for packet in manifest.packets)
-        if are_there and not self._left_out(step, slots):
+        others = {slot for slot, _ in self._left_out(step, slots)} - {self.slot}
+        if are_there and not others:  # it knows itself that it was late
             return True
         if self._is_patient(step):
             return False
