@@ -42,7 +42,7 @@ def true_once_computed(arrays: Iterable[Tensor]) -> BoolScalar:
     A single element of each would not do, as XLA would compute it without the others.
     """
     largest = jnp.array([jnp.max(x).astype(jnp.float32) for x in arrays if x.size], jnp.float32)
-    return jnp.all((largest != -jnp.inf) | (largest < 0))
+    return jnp.all((largest != -jnp.inf) | (largest < 0))  # which XLA does not know to be true
 
 
 def clamp_to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:

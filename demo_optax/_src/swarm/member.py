@@ -664,14 +664,12 @@ class Member:
             counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
             if self.slot not in counted and there.previous == proposed.previous:
                 return False
-            is_valid, here = (
-                sides.is_valid(closed, step, there, self.slots),
-                sides.slots_of(proposed),
-            )
-            decided: set[int] = set()
-            if is_valid and there.previous == proposed.previous and sides.slots_of(there) < here:
-                decided = sides.slots_of(there)  # they did not wait, and may have applied it
-            if len(decided) >= len(here - decided):
+            is_valid = sides.is_valid(closed, step, there, self.slots)
+            here, listed = sides.slots_of(proposed), sides.slots_of(there)
+            is_same = is_valid and there.previous == proposed.previous
+            # Those who decided without the others may have applied it, and sent nothing since.
+            decided = listed if is_same and listed < here else set()
+            if len(decided) >= len(here - decided):  # known without reading what follows
                 return False
             gone_on = self._gone_on(there)
             if there.previous != proposed.previous:  # who is here has come back from there

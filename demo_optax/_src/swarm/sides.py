@@ -1,8 +1,9 @@
 """Whose side goes on in a run for members only: votes among those who counted.
 
 A manifest stands if it is valid and lists most of them. Two sides come about where members have
-decided a step differently, or where some could not read a packet. One order says which side goes
-on: that of more members, and of two equal ones that of the smaller head.
+decided a step differently, or where some could not read a packet. `goes_on` orders sides that meet
+in a step, by the members that are there; `goes_before` orders two manifests of a step that is over,
+by the packets that they list. Of two that are equal the smaller head goes on.
 """
 
 import contextlib
