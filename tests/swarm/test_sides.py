@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from demo_optax._src.swarm import records, snapshots
+from demo_optax._src.swarm import records, snapshots, steps
 from demo_optax._src.swarm.records import PacketRef, SnapshotIndex
 from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import last_claim
@@ -61,6 +61,21 @@ def test_more_workers_may_be_wanted_from_a_step_on(run):
     results = everybody([paris, rome], 0)
     assert all(sorted(x.packets) == [0, 1] for x in results)
     assert all(sorted(x.packets) == [0, 1] for x in everybody([paris, rome], 1))
+
+
+def test_nobody_goes_back_to_follow_a_manifest_that_is_not_there(run):
+    alone = run.member("paris", deadline=0.3)
+    for step in range(3):
+        exchange(alone, step)
+    paris, rome = run.members("paris", "rome", deadline=0.3, min_workers=2)
+    everybody([paris, rome], 0)
+    assert rome._steps.sent(1, [paris.slot])[0].head != rome.head(0)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(exchange, rome, 1)
+        while rome.last_sent != 1:
+            time.sleep(0.01)
+        time.sleep(0.2)  # it looks at what was said before
+        assert sorted(exchange(paris, 1).packets) == sorted(waiting.result().packets) == [0, 1]
 
 
 def test_all_go_on_from_a_snapshot_before_which_a_packet_was_lost(run):
@@ -384,6 +399,67 @@ def test_with_two_against_two_the_side_that_goes_on_puts_its_manifest_in_place_a
     for step in range(2):
         late.receive(step)
     assert late.head(1) == first[0].head(1) and late.receive(2).manifest == first[0].manifest(2)
+
+
+def test_who_lists_more_packets_is_followed_by_nobody_that_has_gone_on(run):
+    joined = run.members(deadline=0.3)
+    everybody(joined, 0)
+    refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
+    paris, rome, oslo = joined
+    for listed, followers in (refs[:2], (paris, rome)), (refs, (oslo,)):
+        name, data = signed_manifest(run, "oslo", 1, listed, paris.head(0))
+        run.anybody.put(name, data)
+        for member in followers:
+            member.receive(1)
+    oslo.send(2, b"oslo  in 2")
+    results = together([functools.partial(exchange, x, 2) for x in (paris, rome)])
+    assert all(sorted(x.packets) == [0, 1] and not x.swept for x in results)
+    assert exchange(oslo, 2).swept and "2 members go on from another step 1" in oslo.astray
+
+
+def test_who_comes_later_takes_a_step_from_which_one_went_on_whose_others_were_taken_out(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(steps, "ROSTER_SECONDS", 0.0)
+    run = Run(tmp_path, ["paris", "rome", "oslo", "lima"])
+    joined, first = run.members("paris", "rome", "oslo", deadline=0.3), index_of(run, 0)
+    for member in joined:
+        member.go_on_from(first)
+    everybody(joined, 0)
+    run.change(without=["rome", "oslo"])
+    late = run.member("lima", deadline=0.3)
+    late.go_on_from(first)
+    assert late.manifest(0) is None  # somebody who was taken out may have written it since then
+    for step in 1, 2:
+        exchange(joined[0], step)
+    for step in range(3):
+        assert late.receive(step).manifest == joined[0].manifest(step)
+
+
+def test_what_another_side_says_under_an_earlier_roster_is_seen(run):
+    paris, rome = run.members("paris", "rome")
+    everybody([paris, rome], 0)
+    said = paris.send(1, b"paris in 1")
+    run.change(without=["oslo"])
+    later = run.store("rome")
+    later._holds = [(0, 1), (1, 2)]
+    assert later.get(paris._steps.key(1, said)) is not None
+    later._holds = [(0, 2)]
+    assert later.get(paris._steps.key(1, said)) is None
+
+
+def test_who_stood_in_a_step_still_looks_for_its_packets_in_later_ones(run):
+    paris, rome = run.members("paris", "rome", deadline=0.2)
+    everybody([paris, rome], 0)
+    exchange(rome, 1)
+    paris.receive(1)
+    paris.send(2, b"paris in 2")
+    exchange(rome, 2)
+    again = run.member("paris", deadline=0.2)
+    for step in range(3):
+        assert again.may_send(step) == (step == 1)
+        again.receive(step)
+    assert again.may_send(3) and not again._may_have_sent
 
 
 def test_claims_are_compared_as_numbers(run):

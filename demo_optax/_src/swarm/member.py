@@ -6,12 +6,13 @@ count. A worker proposes one as soon as it has all packets it waits for, or has 
 
 import collections
 import contextlib
+import math
 import statistics
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
@@ -144,8 +145,7 @@ class Member:
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._cut = 0  # the last step that went on without most of those who counted
-        self._gave_way = -1, ""  # the last step in which more followed another head than its own
-        self._replaced = -1  # the last step in which others had another one before
+        self._compared = 0.0  # when it compared its chain with the store's
         self.repeat: Callable[[], object] = lambda: None  # says again what somebody may delete
         self._left: set[MemberId] = set()  # members that said that they leave
         self._vain: dict[int, int] = {}  # the last step in which others waited for a slot in vain
@@ -289,7 +289,8 @@ class Member:
         if not self._may_have_sent:
             return True
         earlier = self._steps.sent(step, [self.slot]).get(self.slot)
-        self._may_have_sent = earlier is not None
+        is_over = self.store.get(records.step_key("manifests", step)) is not None
+        self._may_have_sent = earlier is not None or is_over
         if earlier is None or earlier.head != self._followed(step):
             return True
         if earlier.packet.member != self.me:
@@ -455,19 +456,17 @@ class Member:
     def _is_taken(self, step: int, manifest: Manifest) -> bool:
         """Tells whether a manifest stands; in an open run each does.
 
-        With keys it is valid, and follows from the one before. If it does not follow, the side of
-        more members goes on, and the other one begins anew.
+        With keys it is valid, and follows from the one before.
         """
         if self._closed is None:
             return True
         absent_step, absent = self._absent
         absent = absent if absent_step == step else 0.0
-        if not sides.is_valid(self._closed, step, manifest, self.slots, absent):
+        if not self._is_valid(self._closed, step, manifest, absent):
             return False
         slots = sides.slots_of(manifest)
         if not self._follows(step, manifest):
-            by_head = {**self._steps.by_head(step), manifest.previous: slots}
-            return self._goes_astray(step, by_head, is_decided=True)
+            return False
         if self.head(step - 1) and manifest.lost != self.lost(step - 1):
             return False
         for member in self._left_out(step, slots):
@@ -483,6 +482,11 @@ class Member:
             return False
         self._cut = step
         return True
+
+    def _is_valid(
+        self, closed: MembersOnly, step: int, manifest: Manifest, absent: float = 0.0
+    ) -> bool:
+        return sides.is_valid(closed, self._steps, step, manifest, self.slots, absent)
 
     def _is_patient(self, step: int) -> bool:
         """Tells whether those who counted before may still be waited for in a step."""
@@ -506,67 +510,62 @@ class Member:
             counted, slots, lambda slot: slot not in left and self._steps.has(step, slot)
         )
 
-    def _goes_astray(
-        self, step: int, by_head: Mapping[str, Set[int]], is_decided: bool = False
-    ) -> bool:
-        """Tells whether more members follow another head than this worker's own.
-
-        Who counted last is on its side unless he has signed for another one, or is silent for too
-        long. If they are fewer, the last manifest is put in place again, since theirs may stand
-        there. Of two equal sides the one goes on that has decided the step already.
-        """
-        last, own = self._known(step - 1), self._followed(step)
-        others = {head: slots - {self.slot} for head, slots in by_head.items() if head != own}
-        if not any(others.values()):
-            return False
-        same = {self.slot} | by_head.get(own, set())
-        if self._is_patient(step):
-            left = {slot for slot, _ in self._left}
-            silent = {x for x in last.slots if self._steps.has(step, x)} - left
-            same |= silent - set().union(*others.values())
-        best = sides.goes_on({**others, own: same}, loses_ties=own if is_decided else None)
-        if best == own:
-            if last.manifest and self._replaced < step:
-                self._replaced = step
-                self._replace(step - 1, last.manifest)
-            return False
-        if self._gave_way == (step, own):  # in vain: they may have been gone by then
-            return False
-        self._gave_way = step, own
-        away = f"{len(others[best])} members go on from another {self.unit} {step - 1}"
-        self._go_back(step, f"{away} than this worker, whose side has {len(same)}")
-        return True
-
     def _go_back(self, step: int, why: str) -> None:
         self.astray = f"{why}: it goes back to a snapshot"
         self.tell(f"{self.unit} {step}: {self.astray}")
 
-    def _compare_chains(self, closed: MembersOnly, step: int) -> None:
-        """Compares what the store holds with this worker's own steps, when it waits in vain.
+    def _compare_chains(self, closed: MembersOnly, step: int) -> bool:
+        """Tells whether no other side is larger; goes back to a snapshot if one can be followed.
 
-        Where sides part, one order says which of them goes on, in whatever steps they are: it puts
-        its manifests in place again, and the other one goes back.
+        Otherwise it puts its own manifests in place again, where they are gone or others are there.
         """
+        self._compared = time.monotonic()
         own = {n: known.manifest for n, known in sorted(self._decided.items()) if known.manifest}
-        keys = {n: records.step_key("manifests", n) for n in [*own, step]}
-        found, before = self._read_all(keys.values()), None
-        for n, manifest in own.items():
+        stored = self._stored([*own, step])
+        fork = sides.first_fork(own, stored, step)
+        mine, before, after = self.head(fork - 1), stored.get(fork - 1), stored.get(fork)
+        said = self._steps.read(fork)
+        by_head = sides.votes(closed, fork, said, after)
+        others = {head: slots - {self.slot} for head, slots in by_head.items() if head != mine}
+        away = set().union(*others.values())
+        listed = sides.slots_of(own[fork]) if fork in own else set()
+        sure = {self.slot} | by_head.get(mine, set()) | listed - away
+        hoped = sure | self._silent(fork) - away
+        decided = {after.previous if after else "", mine if fork in own else ""}
+        best = sides.goes_on({**others, mine: hoped}, decided)
+        if best != mine:
+            is_there = sides.leads_to(best, before, said, after) and before
+            is_there = is_there and self._is_valid(closed, fork - 1, before)
+            if is_there or any(n >= fork for n in snapshots.attested_steps(self.store, number=1)):
+                others_go = f"{len(others[best])} members go on from another {self.unit} {fork - 1}"
+                self._go_back(step, f"{others_go} than this worker, whose side has {len(hoped)}")
+        elif sides.goes_on({**others, mine: sure}, decided) == mine:
+            for n, manifest in own.items():
+                if n not in stored or records.head(stored[n]) != records.head(manifest):
+                    self._replace(n, manifest)
+        return best == mine
+
+    def _silent(self, step: int) -> set[int]:
+        """Returns who counted in the step before, and may still send a packet that follows it."""
+        if not self._is_patient(step):
+            return set()
+        left = {slot for slot, _ in self._left}
+        return {x for x in self._known(step - 1).slots if self._steps.has(step, x)} - left
+
+    def _stored(self, steps: Iterable[int]) -> dict[int, Manifest]:
+        """Returns the manifests that the store has of some steps, whatever this worker knows."""
+        stored, keys = {}, {n: records.step_key("manifests", n) for n in steps}
+        found = self._read_all(keys.values())
+        for n, key in keys.items():
             with contextlib.suppress(Damaged):
-                there = records.decode(Manifest, found.get(keys[n]))
-                if records.head(there) == records.head(manifest):
-                    before = manifest
-                    continue
-                follows = manifest.previous, before and records.head(before, there.lost)
-                goes_on = sides.goes_before(closed, n, there, manifest, self.slots)
-                if there.previous in follows and goes_on:
-                    return self._go_back(step, f"others go on from another {self.unit} {n}")
-            self._replace(n, before := manifest)
-        if keys[step] in found and self.manifest(step) is None:
-            self._go_back(step, "others have decided it in another way")
+                stored[n] = records.decode(Manifest, found.get(key))
+        return stored
 
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
-        logged, compared, head = started, started, self._followed(step)
+        logged, head = started, self._followed(step)
+        compared: Set[tuple[int, str]] = set()  # those with other heads, of whom
+        is_ahead = True  # it is known whether they are more
         waits_for = {slot for slot, _ in expected if slot != self.slot}
 
         def glance() -> None:
@@ -581,7 +580,12 @@ class Member:
             is_over = looked - started >= self.deadline
             with self._transferring:
                 folder = self._steps.look(step, head, waits_for, thorough=is_over)
-            if self.astray or self._goes_astray(step, self._steps.by_head(step)):
+            away = folder.elsewhere
+            is_alone = self._cut >= max(self.judged_from, 1)
+            pause = self.deadline if away else self._patient_wait if is_alone else math.inf
+            if self._closed and (away - compared or looked - self._compared > pause):
+                compared, is_ahead = away, self._compare_chains(self._closed, step)
+            if self.astray:
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()
             self._read(step, present, size)
@@ -601,9 +605,14 @@ class Member:
             if missing and self._left_out(step, {slot for slot, _ in arrived}):
                 deadline = self._patient_wait
             may_decide = self._steps.may_decide(step) and not self.is_unheard
+            may_decide &= is_ahead or not away or not self._is_patient(step)
             is_enough = may_decide and len(arrived) >= self.min_workers
             if is_enough and (not missing or waited >= deadline):
-                self._cut = step if deadline > self.deadline else self._cut
+                if self._closed and deadline > self.deadline:  # it goes on without most
+                    self._cut = step
+                    self._compare_chains(self._closed, step)
+                    if self.astray:
+                        continue
                 self._vain |= {slot: step for slot, _ in set(missing) & here - expected}
                 if (decided := self._propose(step, packets)) is not None:
                     return decided
@@ -623,8 +632,7 @@ class Member:
                 self._send_again(step)
                 self._steps.look_for_roster()
                 self.repeat()
-                if self._closed and now - compared > self._patient_wait + self.deadline:
-                    compared = now
+                if self._closed and waited > self.deadline:
                     self._compare_chains(self._closed, step)
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
@@ -641,9 +649,13 @@ class Member:
             return self._keep(step, proposed)
         if (closed := self._closed) is None:
             return self._await_manifest(step)
-        if (decided := self.manifest(step)) is None and self._may_replace(closed, step, proposed):
-            self._replace(step, proposed)
-            decided = self.manifest(step)
+        is_patient = self._is_patient(step)
+        if (decided := self.manifest(step)) is None:
+            if self._may_replace(closed, step, proposed):
+                self._replace(step, proposed)
+                decided = self.manifest(step)
+            elif not is_patient:
+                self._go_back(step, "others have decided it in another way")
         return decided
 
     def _replace(self, step: int, manifest: Manifest) -> None:
@@ -664,7 +676,7 @@ class Member:
             counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
             if self.slot not in counted and there.previous == proposed.previous:
                 return False
-            is_valid = sides.is_valid(closed, step, there, self.slots)
+            is_valid = self._is_valid(closed, step, there)
             here, listed = sides.slots_of(proposed), sides.slots_of(there)
             is_same = is_valid and there.previous == proposed.previous
             # Those who decided without the others may have applied it, and sent nothing since.

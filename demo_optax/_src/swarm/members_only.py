@@ -196,9 +196,12 @@ class MembersOnly(Store):
     def get(self, key: str) -> bytes | None:
         if _SETTINGS.fullmatch(key):
             return self._settings_of_others(key)
-        held, newest = self.number_at(records.step_in(key)), len(self._secrets)
-        # A later one may hold there for others, who have learned of it earlier in the run.
-        for number in range(held, newest + 1) if held else range(newest, 0, -1):
+        step, newest = records.step_in(key), len(self._secrets)
+        held = self.number_at(step)
+        # For others a later one may hold there, or still the one of the step before.
+        before = (self.number_at(step - 1) or held) if step else held
+        numbers = [*range(held, newest + 1), *range(before, held)]
+        for number in numbers if held else range(newest, 0, -1):
             with contextlib.suppress(Damaged):  # much too large
                 data = self.inner.get(self._name(key, number))
                 body = data if _PART.fullmatch(key) else self._opened(key, data)

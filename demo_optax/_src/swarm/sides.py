@@ -1,9 +1,8 @@
 """Whose side goes on in a run for members only: votes among those who counted.
 
 A manifest stands if it is valid and lists most of them. Two sides come about where members have
-decided a step differently, or where some could not read a packet. `goes_on` orders sides that meet
-in a step, by the members that are there; `goes_before` orders two manifests of a step that is over,
-by the packets that they list. Of two that are equal the smaller head goes on.
+decided a step differently, or where some could not read a packet. In the first step in which
+packets follow different heads each member has a vote: the head that its packet there follows.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from demo_optax._src.swarm import records, steps
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Damaged, Manifest, MemberId
 from demo_optax._src.swarm.slots import have_left
-from demo_optax._src.swarm.steps import Steps
+from demo_optax._src.swarm.steps import Said, Steps
 from demo_optax._src.swarm.store import log
 
 
@@ -38,12 +37,18 @@ def slots_of(manifest: Manifest) -> set[int]:
 
 
 def is_valid(
-    store: MembersOnly, step: int, manifest: Manifest, slots: int, absent: float = 0.0
+    store: MembersOnly,
+    said: Steps,
+    step: int,
+    manifest: Manifest,
+    slots: int,
+    absent: float = 0.0,
 ) -> bool:
     """Tells whether members have signed enough packets, and the owner the named roster.
 
-    At the time ``absent`` there was no manifest. One that came long after this member knew its
-    roster, and names an earlier one, is by somebody to whom that was shown again.
+    Half of them are still members, or one who still is has gone on from it. At the time ``absent``
+    there was no manifest. One that came long after this member knew its roster, and names an
+    earlier one, is by somebody to whom that was shown again.
     """
     signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)
     listed, held = slots_of(manifest), store.members(step)
@@ -56,8 +61,9 @@ def is_valid(
     is_late = absent > store.known_since + 2 * steps.ROSTER_SECONDS
     if manifest.roster != store.roster.name and is_late:
         return False
-    stayed = store.roster.members()
-    return 2 * sum(held.get(n) == stayed.get(n) for n in listed) >= len(listed)
+    members = store.roster.members()
+    stayed = {n for n in listed if held.get(n) == members.get(n)}
+    return 2 * len(stayed) >= len(listed) or not stayed.isdisjoint(said.followers(manifest))
 
 
 def left_out(
@@ -73,26 +79,49 @@ def left_out(
     return missing if 2 * len(missing) >= len(voters) else set()
 
 
-def goes_on(by_head: Mapping[str, Set[int]], loses_ties: str | None = None) -> str:
-    """Returns the head of the side that goes on, of the slots on each side."""
-    last = "~"  # comes after every head
-    return min(by_head, key=lambda x: (-len(by_head[x]), last if x == loses_ties else x))
+def goes_on(by_head: Mapping[str, Set[int]], decided: Collection[str] = ()) -> str:
+    """Returns the head of the side that goes on, of the slots on each side.
 
-
-def goes_before(
-    store: MembersOnly, step: int, manifest: Manifest, other: Manifest, slots: int
-) -> bool:
-    """Tells whether the first of two manifests that follow the same step goes on.
-
-    It is the one that is valid, then that of more members, then that of the smaller head.
+    Of equal sides it is one that has ``decided`` the next step, then that of the smallest head.
     """
+    return min(by_head, key=lambda head: (-len(by_head[head]), head not in decided, head))
 
-    def rank(x: Manifest) -> tuple:
-        return -len(x.packets), x.previous, records.head(x)
 
-    if not is_valid(store, step, manifest, slots):
-        return False
-    return rank(manifest) < rank(other) or not is_valid(store, step, other, slots)
+def first_fork(own: Mapping[int, Manifest], stored: Mapping[int, Manifest], step: int) -> int:
+    """Returns the first step whose packets may follow different heads, at the last this ``step``.
+
+    It is that after the first one that a worker knows by another manifest than the store has now.
+    """
+    for n in sorted(own.keys() & stored.keys()):
+        if records.head(own[n]) != records.head(stored[n]):
+            return n + (own[n].previous == stored[n].previous)
+    return step
+
+
+def leads_to(
+    head: str, before: Manifest | None, said: Iterable[Said], after: Manifest | None
+) -> bool:
+    """Tells whether a step was decided as ``head`` says, for those who follow it afterwards."""
+    lost = {x.lost for x in said} | ({after.lost} if after else set())
+    return before is not None and any(records.head(before, x) == head for x in lost)
+
+
+def votes(
+    store: MembersOnly, step: int, said: Iterable[Said], manifest: Manifest | None
+) -> dict[str, set[int]]:
+    """Returns the slots that follow each head in a step, by their packets there.
+
+    Of those whose packets are gone the manifest of the step has signatures.
+    """
+    by_slot = {x.packet.slot: x.head for x in said}
+    if manifest is not None:
+        head = manifest.previous
+        signed = (x.slot for x in manifest.packets if store.is_signed(step, x, head))
+        by_slot = dict.fromkeys(signed, head) | by_slot
+    by_head: dict[str, set[int]] = {}
+    for slot, head in by_slot.items():
+        by_head.setdefault(head, set()).add(slot)
+    return by_head
 
 
 def lost_later(

@@ -43,6 +43,7 @@ class StepFolder(NamedTuple):
     packets: dict[int, PacketRef]  # by slot
     here: set[MemberId]  # workers that will send one
     left: set[MemberId]  # workers that will not
+    elsewhere: set[tuple[int, str]]  # slots from which packets follow another head, with this
 
 
 class Steps:
@@ -87,8 +88,9 @@ class Steps:
         here, left = ({x.packet.member for x in said if x.mark == y} for y in ("here", "left"))
         sent = self.packets(step)
         packets = {n: x.packet for n, x in sent.items() if x.head == head and self.has(step, n)}
-        elsewhere = {x.packet.member for x in sent.values() if x.head != head}
-        return StepFolder(packets, here, left | elsewhere)
+        away = {n: x for n, x in sent.items() if x.head != head}
+        left |= {x.packet.member for x in away.values()}
+        return StepFolder(packets, here, left, {(n, x.head) for n, x in away.items()})
 
     def packets(self, step: int) -> dict[int, Said]:
         """Returns the packets that are known of a step, by slot: those of the last processes."""
@@ -101,19 +103,16 @@ class Steps:
         self._read_all(step, self._open(step, slots))
         return {slot: said for slot, said in self.packets(step).items() if slot in slots}
 
+    def read(self, step: int) -> list[Said]:
+        """Returns the packets that the store shows of a step now, whatever it showed before."""
+        names = [f"{slot:03d}.packet" for slot in range(self._slots) if self.has(step, slot)]
+        found = in_parallel(lambda name: self._read(step, name), names)
+        return [said for said in found if said is not None and said.mark is None]
+
     def followers(self, manifest: Manifest) -> set[int]:
         """Returns the slots from which packets of the next step follow a manifest."""
-        step = manifest.step + 1
-        names = [f"{slot:03d}.packet" for slot in range(self._slots) if self.has(step, slot)]
-        found = filter(None, in_parallel(lambda name: self._read(step, name), names))
-        return {x.packet.slot for x in found if x.head == records.head(manifest, x.lost)}
-
-    def by_head(self, step: int) -> dict[str, set[int]]:
-        """Returns the slots from which packets were sent, by the head that they follow."""
-        found: dict[str, set[int]] = {}
-        for slot, said in self.packets(step).items():
-            found.setdefault(said.head, set()).add(slot)
-        return found
+        said = self.read(manifest.step + 1)
+        return {x.packet.slot for x in said if x.head == records.head(manifest, x.lost)}
 
     def say(self, step: int, member: MemberId, mark: str) -> None:
         """Says that a worker is ``here`` for a step, has ``left``, or that its round ``ends``."""

@@ -437,8 +437,6 @@ class SwarmWorker:
         is_late, replayed = result is None or result.own is None, 0
         if result is not None:
             params, opt_state = self._apply(result, params, opt_state)
-            if self.number % self.every == 0 and not result.swept:
-                self._take_snapshot(params, opt_state, result.manifest)
         if is_late:
             params, opt_state, replayed = self._catch_up(params, opt_state)
         self._times_late = self._times_late + 1 if is_late else 0
@@ -481,6 +479,8 @@ class SwarmWorker:
         self._members = () if result.swept else result.members
         if result.swept:  # what was missed stands in later snapshots only
             return self._jump(params, opt_state, self.number)
+        if self.number % self.every == 0:
+            self._take_snapshot(params, opt_state, result.manifest)
         return params, opt_state
 
     def _say_what_was_damaged(self) -> None:
