@@ -534,8 +534,8 @@ class Member:
         decided = {after.previous if after else "", mine if fork in own else ""}
         best = sides.goes_on({**others, mine: hoped}, decided)
         if best != mine:
-            is_there = sides.leads_to(best, before, said, after) and before
-            is_there = is_there and self._is_valid(closed, fork - 1, before)
+            is_there = before is not None and sides.leads_to(best, before, said, after)
+            is_there = is_there and self._is_valid(closed, fork - 1, stored[fork - 1])
             if is_there or any(n >= fork for n in snapshots.attested_steps(self.store, number=1)):
                 others_go = f"{len(others[best])} members go on from another {self.unit} {fork - 1}"
                 self._go_back(step, f"{others_go} than this worker, whose side has {len(hoped)}")

@@ -98,12 +98,10 @@ def first_fork(own: Mapping[int, Manifest], stored: Mapping[int, Manifest], step
     return step
 
 
-def leads_to(
-    head: str, before: Manifest | None, said: Iterable[Said], after: Manifest | None
-) -> bool:
+def leads_to(head: str, before: Manifest, said: Iterable[Said], after: Manifest | None) -> bool:
     """Tells whether a step was decided as ``head`` says, for those who follow it afterwards."""
     lost = {x.lost for x in said} | ({after.lost} if after else set())
-    return before is not None and any(records.head(before, x) == head for x in lost)
+    return any(records.head(before, x) == head for x in lost)
 
 
 def votes(
