@@ -91,10 +91,11 @@ def header_of(
     the same coefficients, as they were selected and as the others decode them.
     """
 
-    def energy_left(factor):
-        pairs = zip(selected.values, message.values, strict=True)
-        return energy([chosen - in_dtype_of(factor * decoded, chosen) for chosen, decoded in pairs])
-
+    pairs = list(zip(selected.values, message.values, strict=True))
+    unsent, left = (
+        energy([chosen - in_dtype_of(share * decoded, chosen) for chosen, decoded in pairs])
+        for share in (1.0, factor)
+    )
     momentum = clamp_to_float32(jnp.sum(jnp.stack(energies)))
     chosen = clamp_to_float32(energy(selected.values))
     return Header(
@@ -102,8 +103,8 @@ def header_of(
         received=previous_metrics.received,
         restarted=jnp.sum(jnp.stack(restarted)).astype(jnp.uint32),
         momentum_energy=momentum,
-        sent_energy=chosen - energy_left(1.0),
-        residual_energy=jnp.maximum(momentum - chosen, 0.0) + energy_left(factor),
+        sent_energy=chosen - unsent,
+        residual_energy=jnp.maximum(momentum - chosen, 0.0) + left,
         message_energy=jnp.zeros((), jnp.float32),
         weight=jnp.asarray(message_weight, jnp.float32),
     )
@@ -133,12 +134,6 @@ def summarise(
 ) -> ExchangeMetrics:
     """Computes the metrics of a step; ``checksums`` are 0 for packets that were rejected."""
 
-    def equal(digests):
-        """Tells whether all participants report the same value, and returns that value."""
-        smallest = jnp.min(jnp.where(accepted, digests, jnp.uint32(0xFFFFFFFF)))
-        largest = jnp.max(jnp.where(accepted, digests, jnp.uint32(0)))
-        return smallest >= largest, largest
-
     received = previous_metrics.received  # a single worker sends it to nobody
     if len(checksums) > 1:
         received = checksum(jnp.append(checksums, received))
@@ -146,12 +141,15 @@ def summarise(
     divisor = jnp.maximum(participants, 1).astype(jnp.float32)
     energies = headers.momentum_energy, headers.sent_energy, headers.residual_energy
     momentum, sent, residual = (jnp.sum(jnp.where(accepted, x, 0.0)) for x in energies)
-    same, fingerprint = equal(headers.fingerprint)
+    digests = jnp.stack([headers.fingerprint, headers.received])
+    smallest = jnp.min(jnp.where(accepted, digests, jnp.uint32(0xFFFFFFFF)), axis=1)
+    largest = jnp.max(jnp.where(accepted, digests, jnp.uint32(0)), axis=1)
+    same, agreed = smallest >= largest
     return ExchangeMetrics(
         participants=participants,
-        agreed=equal(headers.received)[0],
+        agreed=agreed,
         received=received,
-        identical=same & (fingerprint != 0) & (participants > 1),
+        identical=same & (largest[0] != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
         restarted=jnp.sum(jnp.where(accepted, headers.restarted, 0)).astype(jnp.int32),
         residual_norm=jnp.sqrt(residual / divisor),
