@@ -79,7 +79,7 @@ def header_of(
     restarted: Sequence[IntScalar],
     selected: Message,
     message: Message,
-    factor: ArrayLike,
+    factor: FloatScalar,
     message_weight: ArrayLike,
     previous_metrics: ExchangeMetrics,
 ) -> Header:
@@ -90,7 +90,6 @@ def header_of(
     of each part of the momentum before anything is subtracted. ``selected`` and ``message`` hold
     the same coefficients, as they were selected and as the others decode them.
     """
-
     pairs = list(zip(selected.values, message.values, strict=True))
     unsent, left = (
         energy([chosen - in_dtype_of(share * decoded, chosen) for chosen, decoded in pairs])
@@ -133,7 +132,6 @@ def summarise(
     previous_metrics: ExchangeMetrics,
 ) -> ExchangeMetrics:
     """Computes the metrics of a step; ``checksums`` are 0 for packets that were rejected."""
-
     received = previous_metrics.received  # a single worker sends it to nobody
     if len(checksums) > 1:
         received = checksum(jnp.append(checksums, received))

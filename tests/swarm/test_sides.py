@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from demo_optax._src.swarm import records, snapshots, steps
+from demo_optax._src.swarm import records, sides, snapshots, steps
 from demo_optax._src.swarm.records import PacketRef, SnapshotIndex
 from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import last_claim
+from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
+from demo_optax._src.swarm.steps import Said
 from demo_optax.swarm import Member
 from tests.members import NAMES, Run, everybody, exchange, physical, signed_manifest
 from tests.swarms import together
@@ -415,6 +417,110 @@ def test_who_lists_more_packets_is_followed_by_nobody_that_has_gone_on(run):
     results = together([functools.partial(exchange, x, 2) for x in (paris, rome)])
     assert all(sorted(x.packets) == [0, 1] and not x.swept for x in results)
     assert exchange(oslo, 2).swept and "2 members go on from another step 1" in oslo.astray
+
+
+def test_a_manifest_of_a_liar_at_the_first_step_that_is_known_parts_nobody(run):
+    joined = run.members(deadline=0.3)
+    for step in range(3):
+        everybody(joined, step)
+    paris, rome, oslo = joined
+    for n in -1, 0:  # as once most have signed a snapshot
+        paris._decided.pop(n, None)
+    fake = oslo.store.sign(1, PacketRef(*oslo.me, "1" * 64), "f" * 64)
+    run.anybody.put(*signed_manifest(run, "oslo", 1, [fake], "f" * 64))
+    for member in joined:
+        member.send(3, b"a packet")
+    assert paris._compare_chains(paris.store, 3)
+    assert rome.store.get("manifests/00000001") == records.encode(paris.manifest(1))
+
+
+def test_a_snapshot_that_most_have_signed_says_which_side_goes_on(run):
+    joined, ones = run.members(deadline=0.3), [np.ones(4, np.float32)]
+    first, _ = snapshots.read_newest(joined[0].store, ones)
+    for member in joined:
+        member.go_on_from(first)
+    everybody(joined, 0)
+    paris, rome, oslo = joined
+    refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
+    for members, listed in ([paris], refs[:2]), ([rome, oslo], refs):
+        run.anybody.put(*signed_manifest(run, "oslo", 1, listed, paris.head(0)))
+        for member in members:
+            member.receive(1)
+            member.send(2, b"a packet")
+    chain = dict(head=rome.head(1), since=0, roster=run.roster().name)
+    snapshots.attest(oslo.store, snapshots.write(rome.store, 2, ones, slot=1, **chain))
+    assert rome._compare_chains(rome.store, 2) and not rome.astray
+    assert not paris._compare_chains(paris.store, 2)
+    assert "most members signed a snapshot at 2 of others: it goes back" in paris.astray
+
+
+def test_each_member_votes_for_what_it_has_followed_last():
+    said = [Said(head, PacketRef(slot, 1, ""), b"") for slot, head in enumerate("xxy")]
+    followed = {"x": {2: 4}, "y": {0: 5, 1: 5, 2: 5, 3: 2}}
+    assert sides.votes(4, said, {}) == {"x": {0, 1}, "y": {2}}
+    assert sides.votes(4, said, followed) == {"y": {0, 1, 2, 3}}
+    assert sides.votes(4, said, {"z": {0: 4}, "x": {3: 4}}) == {"x": {0, 1, 3}, "y": {2}}
+
+
+@pytest.mark.parametrize("are_out", [False, True])
+def test_who_was_taken_out_has_no_vote(tmp_path, are_out):
+    run = Run(tmp_path, names := ["paris", "rome", "oslo", "lima", "nice"])
+    joined = run.members(*names, deadline=5.0)
+    everybody(joined, 0)
+    refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
+    for members, listed in (joined[3:], refs), (joined[:3], refs[:4]):
+        run.anybody.put(*signed_manifest(run, "paris", 1, listed, joined[0].head(0)))
+        for member in members:
+            member.receive(1)
+            member.send(2, b"a packet")
+    paris, *_, nice = joined
+    if are_out:
+        run.change(without=["rome", "oslo"])
+        paris.store.look_for_roster(), nice.store.look_for_roster()
+    assert paris._compare_chains(paris.store, 2) != are_out
+    assert nice._compare_chains(nice.store, 2) == are_out
+
+
+def test_who_waits_for_nobody_puts_manifests_that_are_gone_back_all_the_same(run, monkeypatch):
+    monkeypatch.setattr(Member, "_patient_wait", 0.2)
+    paris, rome = run.members("paris", "rome", deadline=0.3)
+    everybody([paris, rome], 0)
+    (gone,) = physical(run, "manifests")
+    run.anybody.delete([gone])
+    everybody([paris, rome], 1)
+    time.sleep(0.3)
+    everybody([paris, rome], 2)
+    assert run.anybody.get(gone) is not None
+
+
+def test_who_goes_back_past_its_own_turns_writes_nothing_twice_and_signs_what_it_passes(run):
+    joined, ones = run.members("paris", "rome", deadline=0.5), [np.ones(4, np.float32)]
+    paris, rome = joined
+    first, _ = snapshots.read_newest(paris.store, ones)
+    for member in joined:
+        member.go_on_from(first)
+    manifests = [everybody(joined, step)[0].manifest for step in range(4)]
+    turns = {member: SnapshotTurns(member, 2) for member in joined}
+
+    def take(member, step, writer):
+        packets = tuple(x for x in manifests[step - 1].packets if x.slot == writer.slot)
+        turns[member].take(step, ones, 1, manifests[step - 1]._replace(packets=packets))
+
+    for step in 2, 4:
+        take(paris, step, paris)
+        turns[paris]._written.result(timeout=10)
+    written = paris.store.names("snapshots")
+    paris.go_on_from(first), rome.go_on_from(first)
+    for step in range(1, 5):
+        paris.receive(step - 1), rome.receive(step - 1)
+        if step % 2 == 0:
+            take(paris, step, paris), take(rome, step, paris)
+            turns[rome]._compared.result(timeout=10)
+    indices = [snapshots.read_index(paris.store, step, paris.slot) for step in (2, 4)]
+    assert [snapshots.attesters(paris.store, x) for x in indices] == [{0, 1}, {0, 1}]
+    assert paris.store.names("snapshots") == written and not paris.is_unheard
+    for each in turns.values():
+        each.close()
 
 
 def test_who_comes_later_takes_a_step_from_which_one_went_on_whose_others_were_taken_out(

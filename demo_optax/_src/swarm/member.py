@@ -6,7 +6,6 @@ count. A worker proposes one as soon as it has all packets it waits for, or has 
 
 import collections
 import contextlib
-import math
 import statistics
 import sys
 import threading
@@ -145,7 +144,7 @@ class Member:
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._cut = 0  # the last step that went on without most of those who counted
-        self._compared = 0.0  # when it compared its chain with the store's
+        self._compared = time.monotonic()  # its whole chain with the store's
         self.repeat: Callable[[], object] = lambda: None  # says again what somebody may delete
         self._left: set[MemberId] = set()  # members that said that they leave
         self._vain: dict[int, int] = {}  # the last step in which others waited for a slot in vain
@@ -514,29 +513,43 @@ class Member:
         self.astray = f"{why}: it goes back to a snapshot"
         self.tell(f"{self.unit} {step}: {self.astray}")
 
-    def _compare_chains(self, closed: MembersOnly, step: int) -> bool:
-        """Tells whether no other side is larger; goes back to a snapshot if one can be followed.
+    def _compare_chains(self, closed: MembersOnly, step: int, thorough: bool = True) -> bool:
+        """Tells whether no other side is larger than its own; looks at two steps, or at all.
 
-        Otherwise it puts its own manifests in place again, where they are gone or others are there.
+        It goes back to a snapshot if it can follow a larger side from there. If its own is the
+        largest, it puts its manifests in place again, where they are gone or others are there.
         """
-        self._compared = time.monotonic()
-        own = {n: known.manifest for n, known in sorted(self._decided.items()) if known.manifest}
+        self._compared = time.monotonic() if thorough else self._compared
+        known = {n: x.manifest for n, x in sorted(self._decided.items()) if x.manifest}
+        own = {n: manifest for n, manifest in known.items() if thorough or n == step - 1}
         stored = self._stored([*own, step])
         fork = sides.first_fork(own, stored, step)
-        mine, before, after = self.head(fork - 1), stored.get(fork - 1), stored.get(fork)
-        said = self._steps.read(fork)
-        by_head = sides.votes(closed, fork, said, after)
+        mine = own[fork].previous if fork in own else self.head(fork - 1)
+        before, after = stored.get(fork - 1), stored.get(fork)
+        is_known = fork == step and not thorough
+        said = self._steps.packets(fork).values() if is_known else self._steps.read(fork)
+        followed = {mine: {slot: n for n in own if n >= fork for slot in sides.slots_of(own[n])}}
+        if after is not None and after.previous != mine:
+            listed = dict.fromkeys(sides.signed_slots(closed, after), fork)
+            gone_on = self._gone_on(after) if thorough else {}
+            followed[after.previous] = listed | gone_on
+        by_head = sides.votes(fork, said, followed)
+        by_head = {x: {n for n in y if self._steps.has(fork, n)} for x, y in by_head.items()}
         others = {head: slots - {self.slot} for head, slots in by_head.items() if head != mine}
         away = set().union(*others.values())
-        listed = sides.slots_of(own[fork]) if fork in own else set()
-        sure = {self.slot} | by_head.get(mine, set()) | listed - away
+        if away and thorough:
+            signed = next(snapshots.attested(self.store, range(fork, sys.maxsize)), None)
+            if signed is not None and self.head(signed.step - 1) != signed.head:
+                self._go_back(step, f"most members signed a snapshot at {signed.step} of others")
+                return False
+            others, away = (others, away) if signed is None else ({}, set())
+        sure = {self.slot} | by_head.get(mine, set())
         hoped = sure | self._silent(fork) - away
         decided = {after.previous if after else "", mine if fork in own else ""}
         best = sides.goes_on({**others, mine: hoped}, decided)
         if best != mine:
             is_there = before is not None and sides.leads_to(best, before, said, after)
-            is_there = is_there and self._is_valid(closed, fork - 1, stored[fork - 1])
-            if is_there or any(n >= fork for n in snapshots.attested_steps(self.store, number=1)):
+            if is_there and self._is_valid(closed, fork - 1, stored[fork - 1]):
                 others_go = f"{len(others[best])} members go on from another {self.unit} {fork - 1}"
                 self._go_back(step, f"{others_go} than this worker, whose side has {len(hoped)}")
         elif sides.goes_on({**others, mine: sure}, decided) == mine:
@@ -581,10 +594,10 @@ class Member:
             with self._transferring:
                 folder = self._steps.look(step, head, waits_for, thorough=is_over)
             away = folder.elsewhere
-            is_alone = self._cut >= max(self.judged_from, 1)
-            pause = self.deadline if away else self._patient_wait if is_alone else math.inf
-            if self._closed and (away - compared or looked - self._compared > pause):
-                compared, is_ahead = away, self._compare_chains(self._closed, step)
+            pause = self.deadline if away else self._patient_wait
+            is_due = looked - self._compared > pause
+            if self._closed and (is_due or away - compared):
+                compared, is_ahead = away, self._compare_chains(self._closed, step, is_due)
             if self.astray:
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()
@@ -683,7 +696,7 @@ class Member:
             decided = listed if is_same and listed < here else set()
             if len(decided) >= len(here - decided):  # known without reading what follows
                 return False
-            gone_on = self._gone_on(there)
+            gone_on = set(self._gone_on(there))
             if there.previous != proposed.previous:  # who is here has come back from there
                 gone_on -= here
             if not is_valid:
@@ -692,12 +705,12 @@ class Member:
             return len(gone_on) < len(here - gone_on)
         return True
 
-    def _gone_on(self, manifest: Manifest) -> set[int]:
-        """Returns the slots from which packets follow a manifest, in this or a later step."""
-        gone_on: set[int] = set()
+    def _gone_on(self, manifest: Manifest) -> dict[int, int]:
+        """Returns the last steps in which slots have followed a manifest or its successors."""
+        gone_on: dict[int, int] = {}
         with contextlib.suppress(Damaged):
             for later in range(manifest.step + 1, manifest.step + 1 + MOST_FOLLOWED):
-                gone_on |= self._steps.followers(manifest)
+                gone_on |= dict.fromkeys(self._steps.followers(manifest), later)
                 there = records.decode(Manifest, self._get(records.step_key("manifests", later)))
                 if there.previous != records.head(manifest, there.lost):
                     break

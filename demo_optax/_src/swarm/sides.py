@@ -104,20 +104,26 @@ def leads_to(head: str, before: Manifest, said: Iterable[Said], after: Manifest 
     return any(records.head(before, x) == head for x in lost)
 
 
-def votes(
-    store: MembersOnly, step: int, said: Iterable[Said], manifest: Manifest | None
-) -> dict[str, set[int]]:
-    """Returns the slots that follow each head in a step, by their packets there.
+def signed_slots(store: MembersOnly, manifest: Manifest) -> set[int]:
+    """Returns the slots whose packets in a manifest were signed for what it follows."""
+    packets, follows = manifest.packets, manifest.previous
+    return {x.slot for x in packets if store.is_signed(manifest.step, x, follows)}
 
-    Of those whose packets are gone the manifest of the step has signatures.
+
+def votes(
+    step: int, said: Iterable[Said], followed: Mapping[str, Mapping[int, int]]
+) -> dict[str, set[int]]:
+    """Returns the slots that follow each head in a step, by what each has signed last.
+
+    These are the packets that are said there, unless some have ``followed`` a head in later steps.
     """
-    by_slot = {x.packet.slot: x.head for x in said}
-    if manifest is not None:
-        head = manifest.previous
-        signed = (x.slot for x in manifest.packets if store.is_signed(step, x, head))
-        by_slot = dict.fromkeys(signed, head) | by_slot
+    last = {x.packet.slot: (step, x.head) for x in said}
+    for head, slots in followed.items():
+        for slot, later in slots.items():
+            if slot not in last or later > last[slot][0]:
+                last[slot] = later, head
     by_head: dict[str, set[int]] = {}
-    for slot, head in by_slot.items():
+    for slot, (_, head) in last.items():
         by_head.setdefault(head, set()).add(slot)
     return by_head
 

@@ -47,16 +47,18 @@ class SnapshotTurns:
         """Writes a snapshot of the arrays before a step, or compares them with its writer's.
 
         The members of the manifest, which all workers know, take turns. A worker that still writes
-        an earlier snapshot, or whose parameters are not finite, writes none.
+        an earlier snapshot, or whose parameters are not finite, writes none, and none twice.
         """
-        members, self._last = [packet.member for packet in manifest.packets], step
-        writer = members[step // self.every % len(members)]
+        members, before = [packet.member for packet in manifest.packets], self._last
+        writer, self._last = members[step // self.every % len(members)], max(step, before)
         if writer != self.member.me:
-            if self._compared is None:
+            if self._compared is None or self._compared.done():
                 chain, slot = self._chain(step), self._slot_in_index(writer)
                 self._compared = self._threads.submit(
                     self._compare, step, slot, shared, num_params, chain
                 )
+        elif step <= before:
+            return
         elif self._written and not self._written.done():
             self._warn(step, "was not written, since an earlier one is still being written")
         elif not snapshots.is_finite(shared[:num_params]):

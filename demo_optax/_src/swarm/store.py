@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -277,12 +278,17 @@ def _first_process() -> int:
     return os.getpid()
 
 
+REQUESTS = "requests"  # what threads for these are called
+
+
 @functools.cache
 def _requests(process: int) -> ThreadPoolExecutor:
     """Returns the threads of a process, since a forked one has none of its parent's."""
-    return ThreadPoolExecutor(16, "requests")
+    return ThreadPoolExecutor(16, REQUESTS)
 
 
 def in_parallel(fn: Callable[[K], T], keys: Iterable[K]) -> list[T]:
-    """Maps a function over keys, many at the same time."""
+    """Maps a function over keys, many at the same time, but not in one of the threads for this."""
+    if threading.current_thread().name.startswith(REQUESTS):
+        return list(map(fn, keys))
     return list(_requests(os.getpid()).map(fn, keys))
