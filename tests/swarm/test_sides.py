@@ -51,7 +51,7 @@ def test_a_member_that_decides_the_first_step_alone_gains_nothing(run):
     ref = oslo.send(0, b"oslo  in 0")
     name, data = signed_manifest(run, "oslo", 0, [ref], oslo.head(-1))
     run.anybody.put(name, data)
-    results = together([functools.partial(exchange, x, 0) for x in (paris, rome)])
+    results = everybody([paris, rome], 0)
     assert all(sorted(x.packets) == [0, 1, 2] and not x.swept for x in results)
 
 
@@ -455,7 +455,7 @@ def test_a_snapshot_that_most_have_signed_says_which_side_goes_on(run):
 
 
 def test_each_member_votes_for_what_it_has_followed_last():
-    said = [Said(head, PacketRef(slot, 1, ""), b"") for slot, head in enumerate("xxy")]
+    said = {slot: Said(head, PacketRef(slot, 1, ""), b"") for slot, head in enumerate("xxy")}
     followed = {"x": {2: 4}, "y": {0: 5, 1: 5, 2: 5, 3: 2}}
     assert sides.votes(4, said, {}) == {"x": {0, 1}, "y": {2}}
     assert sides.votes(4, said, followed) == {"y": {0, 1, 2, 3}}

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
@@ -27,7 +27,7 @@ from demo_optax._src.swarm.records import (
 )
 from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import claim, read_claim
-from demo_optax._src.swarm.steps import Steps
+from demo_optax._src.swarm.steps import Said, Steps
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
@@ -525,26 +525,18 @@ class Member:
         stored = self._stored([*own, step])
         fork = sides.first_fork(own, stored, step)
         mine = own[fork].previous if fork in own else self.head(fork - 1)
-        before, after = stored.get(fork - 1), stored.get(fork)
-        is_known = fork == step and not thorough
-        said = self._steps.packets(fork).values() if is_known else self._steps.read(fork)
-        followed = {mine: {slot: n for n in own if n >= fork for slot in sides.slots_of(own[n])}}
-        if after is not None and after.previous != mine:
-            listed = dict.fromkeys(sides.signed_slots(closed, after), fork)
-            gone_on = self._gone_on(after) if thorough else {}
-            followed[after.previous] = listed | gone_on
-        by_head = sides.votes(fork, said, followed)
-        by_head = {x: {n for n in y if self._steps.has(fork, n)} for x, y in by_head.items()}
-        others = {head: slots - {self.slot} for head, slots in by_head.items() if head != mine}
-        away = set().union(*others.values())
-        if away and thorough:
+        said = self._steps.read(fork) if thorough or fork < step else self._steps.packets(step)
+        votes = self._votes(closed, fork, mine, own, stored, said, thorough)
+        others = {head: slots - {self.slot} for head, slots in votes.items() if head != mine}
+        if thorough and any(others.values()):
             signed = next(snapshots.attested(self.store, range(fork, sys.maxsize)), None)
             if signed is not None and self.head(signed.step - 1) != signed.head:
                 self._go_back(step, f"most members signed a snapshot at {signed.step} of others")
                 return False
-            others, away = (others, away) if signed is None else ({}, set())
-        sure = {self.slot} | by_head.get(mine, set())
-        hoped = sure | self._silent(fork) - away
+            others = others if signed is None else {}
+        sure = {self.slot} | votes.get(mine, set())
+        hoped = sure | self._silent(fork) - set().union(*others.values())
+        before, after = stored.get(fork - 1), stored.get(fork)
         decided = {after.previous if after else "", mine if fork in own else ""}
         best = sides.goes_on({**others, mine: hoped}, decided)
         if best != mine:
@@ -557,6 +549,25 @@ class Member:
                 if n not in stored or records.head(stored[n]) != records.head(manifest):
                     self._replace(n, manifest)
         return best == mine
+
+    def _votes(
+        self,
+        closed: MembersOnly,
+        step: int,
+        mine: str,
+        own: Mapping[int, Manifest],
+        stored: Mapping[int, Manifest],
+        said: Mapping[int, Said],
+        thorough: bool,
+    ) -> dict[str, set[int]]:
+        """Returns the members that follow each head in a step, by what they have signed last."""
+        followed = {mine: {slot: n for n in own if n >= step for slot in sides.slots_of(own[n])}}
+        if step in stored and stored[step].previous != mine:
+            listed = dict.fromkeys(sides.signed_slots(closed, stored[step]), step)
+            gone_on = self._gone_on(stored[step]) if thorough else {}
+            followed[stored[step].previous] = listed | gone_on
+        votes = sides.votes(step, said, followed)
+        return {x: {n for n in y if self._steps.has(step, n)} for x, y in votes.items()}
 
     def _silent(self, step: int) -> set[int]:
         """Returns who counted in the step before, and may still send a packet that follows it."""

@@ -98,9 +98,9 @@ def first_fork(own: Mapping[int, Manifest], stored: Mapping[int, Manifest], step
     return step
 
 
-def leads_to(head: str, before: Manifest, said: Iterable[Said], after: Manifest | None) -> bool:
+def leads_to(head: str, before: Manifest, said: Mapping[int, Said], after: Manifest | None) -> bool:
     """Tells whether a step was decided as ``head`` says, for those who follow it afterwards."""
-    lost = {x.lost for x in said} | ({after.lost} if after else set())
+    lost = {x.lost for x in said.values()} | ({after.lost} if after else set())
     return any(records.head(before, x) == head for x in lost)
 
 
@@ -111,13 +111,13 @@ def signed_slots(store: MembersOnly, manifest: Manifest) -> set[int]:
 
 
 def votes(
-    step: int, said: Iterable[Said], followed: Mapping[str, Mapping[int, int]]
+    step: int, said: Mapping[int, Said], followed: Mapping[str, Mapping[int, int]]
 ) -> dict[str, set[int]]:
     """Returns the slots that follow each head in a step, by what each has signed last.
 
     These are the packets that are said there, unless some have ``followed`` a head in later steps.
     """
-    last = {x.packet.slot: (step, x.head) for x in said}
+    last = {slot: (step, x.head) for slot, x in said.items()}
     for head, slots in followed.items():
         for slot, later in slots.items():
             if slot not in last or later > last[slot][0]:

@@ -103,16 +103,16 @@ class Steps:
         self._read_all(step, self._open(step, slots))
         return {slot: said for slot, said in self.packets(step).items() if slot in slots}
 
-    def read(self, step: int) -> list[Said]:
-        """Returns the packets that the store shows of a step now, whatever it showed before."""
+    def read(self, step: int) -> dict[int, Said]:
+        """Returns the packets by slot that the store shows now, whatever it showed before."""
         names = [f"{slot:03d}.packet" for slot in range(self._slots) if self.has(step, slot)]
         found = in_parallel(lambda name: self._read(step, name), names)
-        return [said for said in found if said is not None and said.mark is None]
+        return {x.packet.slot: x for x in found if x is not None and x.mark is None}
 
     def followers(self, manifest: Manifest) -> set[int]:
         """Returns the slots from which packets of the next step follow a manifest."""
-        said = self.read(manifest.step + 1)
-        return {x.packet.slot for x in said if x.head == records.head(manifest, x.lost)}
+        said = self.read(manifest.step + 1).items()
+        return {slot for slot, x in said if x.head == records.head(manifest, x.lost)}
 
     def say(self, step: int, member: MemberId, mark: str) -> None:
         """Says that a worker is ``here`` for a step, has ``left``, or that its round ``ends``."""
