@@ -334,7 +334,11 @@ def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
     )
     store = ObjectStore("run")
     second = store.get("roster.json")
-    assert printed("roster run --owner owner.key") == "roster 2 of run\n  slot 0: paris\n"
+    for again in "", " --add paris.pub":
+        shown = printed(f"roster run --owner owner.key{again}")
+        assert shown == "roster 2 of run\n  slot 0: paris\n"
+    with pytest.raises(SystemExit, match="at 'run', but members only, roster 2: paris: give the"):
+        printed("swarm run --key paris.key --owner owner.pub")
     assert store.get("roster.json") == second == kept.read_bytes()
     Member(MembersOnly(store, "paris.key", "owner.pub")).exchange(0, b"a packet")
     for key in ("paris.key", "owner.key"):
@@ -346,10 +350,14 @@ def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
     assert shown.endswith(f"slot 0: paris\nroster 3 is missing there: put back {kept}\n")
     assert printed("roster run --owner owner.key --without rome").startswith("roster 4")
     for line, said in [
+        ("key folder/lima", "'folder/lima' is no name of a worker: leave its folder out"),
         ("swarm run", "the run at 'run' is for members only: give --key"),
         ("swarm run --key paris.key", "the run at 'run' is for members only: give --key"),
         ("swarm run --owner owner.pub", "the run at 'run' is for members only: give --key"),
-        ("swarm run --key rome.key --owner owner.pub", "the key of rome is not in roster 4"),
+        (
+            "swarm run --key rome.key --owner owner.pub",
+            "the key of rome was taken out of the roster by number 4",
+        ),
         ("roster run --owner rome.key", "has a roster that rome has not signed"),
         ("roster run --owner owner.pub", "'owner.pub' holds a public line: give .* owner.key."),
         (

@@ -77,8 +77,8 @@ class Config:
     steps: Count = 600
     """Updates of the parameters."""
     batch_size: Count = 32
-    """Sequences in one step, of all workers together. The default suits
-    the preset tiny on a CPU."""
+    """Sequences in one step, of all workers together, or in a swarm of this
+    one. The default suits the preset tiny on a CPU."""
     sequence_length: Count = 64
     """Tokens in a sequence. The default suits the preset tiny on a
     CPU."""

@@ -25,9 +25,9 @@ def config_of(run, key="paris", owner="owner", **settings):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"owner": "mallory"}, "but none that mallory signed is there"),
-        ({"swarm": "new"}, "but none that owner signed is there"),
-        ({"key": "mallory"}, "the key of mallory is not in roster 1"),
+        ({"owner": "mallory"}, "/mallory.pub' is in "),
+        ({"swarm": "new"}, "/owner.pub' is in "),
+        ({"key": "mallory"}, "the key of mallory is in no roster, and number 1 is there"),
         ({"key": "junk"}, "junk.key' does not hold a key"),
         ({"owner": "junk"}, "junk.pub' does not hold a public line"),
         ({"roster_at_least": 2}, "the owner's roster is needed, of number 2 or higher"),

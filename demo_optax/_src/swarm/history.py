@@ -124,7 +124,11 @@ def read_history(store: Store, last: int | None = None) -> History:
       >>> folder.cleanup()
     """
     manifests = last_manifests(store, last)
-    if manifests:
+    if manifests and isinstance(store, MembersOnly):
+        first = {x.member: (m, x) for m in reversed(manifests) for x in m.packets}
+        signed = sorted(first.items())
+        names = {member: store.signer(m.step, x, m.previous) for member, (m, x) in signed}
+    elif manifests:
         members = sorted({member for manifest in manifests for member in manifest.members})
         claims = in_parallel(lambda member: read_claim(store, member), members)
         names = {member: x.worker for member, x in zip(members, claims, strict=True)}
@@ -134,9 +138,9 @@ def read_history(store: Store, last: int | None = None) -> History:
     left = have_left(store, [x for x in names if records.left_key(x) in listed])
     access = "open: whoever may write to the place may take part"
     if isinstance(store, MembersOnly):
-        present = store.roster.members()
-        left |= {member for member in names if member[0] not in present}
-        told = ", ".join(sorted(x.name for x in present.values()))
+        present = {x.name for x in store.roster.members().values()}
+        left |= {member for member, name in names.items() if name not in present}
+        told = ", ".join(sorted(present))
         access = f"members only, roster {store.roster.number}: {told}"
     every = ""
     with contextlib.suppress(Damaged):

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from demo_optax._src.swarm import records, roster, seals
 from demo_optax._src.swarm.records import Damaged, PacketRef, SwarmError
@@ -75,18 +76,15 @@ class MembersOnly(Store):
         self.min_workers = self.every = 1  # of the run, as its members know
         found = self._read_roster()
         if found is None or found.number < at_least:
-            seen = f"number {found.number}" if found else "none"
+            seen = f"number {found.number}" if found else f"none signed by {os.fspath(owner)!r}"
             raise SwarmError(
                 f"the owner's roster is needed, of number {max(at_least, 1)} or higher, but {seen} "
-                f"that {self.owner.name} signed is there: let the owner run `demo-optax "
-                "roster` for this place, and give the right --owner."
+                f"is in {self.url}: give --owner the public line of this run's owner, who writes "
+                "its rosters by `demo-optax roster`."
             )
         self.roster, self._secrets = found, found.secrets(self.key)
         if not self._secrets:
-            raise SwarmError(
-                f"the key of {self.key.name} is not in roster {found.number}: give the "
-                "owner its public line, for `demo-optax roster`."
-            )
+            self._end_without_a_place()
 
     @property
     def url(self) -> str:
@@ -99,9 +97,15 @@ class MembersOnly(Store):
         for slot, public in self.roster.members().items():
             if public.signs == signs:
                 return slot
+        self._end_without_a_place()
+
+    def _end_without_a_place(self) -> NoReturn:
+        name, roster = self.key.name, self.roster
+        were = [x.last for x in roster.entries if x.public.signs == self.key.public.signs]
+        why = f"was taken out of the roster by number {were[-1] + 1}" if were else "is in no roster"
         raise SwarmError(
-            f"{self.key.name} is no member under roster {self.roster.number}: use the key of a "
-            "member, or give the owner its public line."
+            f"the key of {name} {why}, and number {roster.number} is there: let the owner add its "
+            "public line, or use the key of a member."
         )
 
     def members(self, step: int) -> dict[int, seals.Public]:
@@ -168,6 +172,13 @@ class MembersOnly(Store):
         publics = {self.roster.members(n).get(packet.slot) for n in rosters} - {None}
         seal = bytes.fromhex(packet.seal)
         return any(x is not None and seals.is_signed(x.signs, seal, *said) for x in publics)
+
+    def signer(self, step: int, packet: PacketRef, previous: str) -> str:
+        """Returns the name of the member that signed a packet, whoever has its slot now."""
+        said, seal = self._said("packet", step, packet, previous), bytes.fromhex(packet.seal)
+        of_slot = (x.public for x in self.roster.entries if x.slot == packet.slot)
+        signers = (x.name for x in of_slot if seals.is_signed(x.signs, seal, *said))
+        return next(signers, f"slot {packet.slot}")
 
     def _said(self, kind: str, step: int, packet: PacketRef, previous: str) -> tuple:
         fields = (str(x) for x in packet[:-1])

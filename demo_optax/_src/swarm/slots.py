@@ -24,7 +24,7 @@ def claim(store: Store, worker: str, nonce: str, slots: int) -> MemberId:
     if not (is_closed := isinstance(store, MembersOnly)) and store.get(roster.KEY) is not None:
         raise SwarmError(
             "the run there is for members only: give this worker --key with its key and --owner "
-            "with the owner's public line, as MembersOnly takes them."
+            "with the owner's public line."
         )
     taken: dict[int, int] = {}  # incarnations that a listing may not show yet
     for _ in range(CLAIM_TRIES):
