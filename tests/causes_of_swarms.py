@@ -346,6 +346,7 @@ RAISED = [
     ),
     lambda: run_command("roster FOLDER/other --owner FOLDER/owner.key", "other"),
     lambda: run_command("roster FOLDER/new --owner FOLDER/owner.key"),
+    lambda: run_command("key FOLDER/lima"),
     lambda: run_command("roster FOLDER/run --owner FOLDER/owner.key --add FOLDER/owner.pub"),
     lambda: run_command("key FOLDER/paris"),
     lambda: file_that_is_no_key(f"{HASH} {HASH} paris"),

@@ -169,7 +169,7 @@ def test_who_is_taken_out_takes_no_part_from_the_next_step_on_and_others_go_on(r
     for step in range(3):
         lima.receive(step)
     everybody([paris, rome], 3)  # the one that names the roster
-    lima.receive(3)
+    lima.receive(3), lima.announce(4)
     everybody([paris, rome, lima], 4)
     names = read_history(paris.store).names
     assert names[oslo.me] == "oslo" and names[lima.me] == "lima"
