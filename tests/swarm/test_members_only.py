@@ -113,7 +113,7 @@ def test_without_a_roster_of_the_owner_nobody_begins(run, tmp_path):
         damage[0](*damage[1:])
         before = run.anybody.names("")
         with pytest.raises(
-            SwarmError, match="of number 1 or higher, but none signed by '.*owner.pub' is in"
+            SwarmError, match=r"of number 1 or higher, but none signed by '.*owner.pub' is in"
         ):
             run.store("paris")
         assert run.anybody.names("") == before
