@@ -3,7 +3,7 @@
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -91,7 +91,7 @@ def begin(worker: SwarmWorker):
     return worker.begin(initial_params(), batch_of(0, 0))
 
 
-def together(actions: list[Callable[[], object]]) -> list:
+def together(actions: Sequence[Callable[[], object]]) -> list:
     """The results of several functions, each in a thread of its own."""
     with ThreadPoolExecutor(len(actions)) as pool:
         futures = [pool.submit(action) for action in actions]
@@ -113,6 +113,16 @@ def take_steps(worker: SwarmWorker, until: int, state=None, batches=batch_of) ->
         digests[worker.number] = digest(params)
         all_metrics.append(metrics)
     return (params, opt_state), digests, all_metrics
+
+
+def after(seconds: float, action: Callable[[], object]) -> Callable[[], object]:
+    """An action that begins some seconds later."""
+
+    def wait_first():
+        time.sleep(seconds)
+        return action()
+
+    return wait_first
 
 
 def slowly(seconds: float):

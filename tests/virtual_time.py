@@ -5,10 +5,13 @@ run on this time by putting what is here in place of their `time`, `threading` a
 """
 
 import collections
+import concurrent.futures
 import contextlib
+import functools
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -47,11 +50,13 @@ class Thread:
 
     def _run(self) -> None:
         self.turn.acquire()
-        with contextlib.suppress(Killed):
-            if not self.process.is_dead:
-                self.target()
-        self.process.threads.discard(self)
-        self.world.hand_over()
+        try:
+            with contextlib.suppress(Killed):
+                if not self.process.is_dead:
+                    self.target()
+        finally:
+            self.process.threads.discard(self)
+            self.world.hand_over()
 
 
 class World:
@@ -119,6 +124,11 @@ class World:
         while any(x.threads for x in processes):
             self.pause(0.0)
 
+    def leave_all(self) -> None:
+        """Ends all threads but this one."""
+        others, self.current.process = self.current.process, Process("the world")
+        self.end([others])
+
     def kill(self, process: Process) -> None:
         """Ends all threads of a process where they wait."""
         process.is_dead = True
@@ -174,6 +184,23 @@ class Event(Signal):
         return self.await_until(self.is_set, timeout)
 
 
+class Barrier(Signal):
+    """Lets threads go on once as many have come."""
+
+    def __init__(self, world: World, parties: int, action: Callable[[], object] = lambda: None):
+        super().__init__(world)
+        self._parties, self._action, self._arrived = parties, action, 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._arrived += 1
+        if self._arrived == self._parties:
+            self._action()
+            self._arrived = 0
+            self.notify()
+        else:
+            self.await_until(lambda: self._arrived == 0, timeout)
+
+
 class Lock(Signal):
     """A lock that its holder may take again."""
 
@@ -216,6 +243,11 @@ class Future(Signal):
             raise self._error
         return self._result
 
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        with contextlib.suppress(Exception):
+            self.result(timeout)
+        return self._error
+
 
 class Executor(Signal):
     """Runs functions in at most some threads at a time, the first ones first."""
@@ -224,6 +256,12 @@ class Executor(Signal):
         super().__init__(world)
         self._most = self._free = max_workers
         self._queue: collections.deque[Future] = collections.deque()
+
+    def __enter__(self) -> "Executor":
+        return self
+
+    def __exit__(self, error: object, *_) -> None:
+        self.shutdown(wait=error is None)
 
     def submit(self, fn: Callable, *args) -> Future:
         future = Future(self._world, lambda: fn(*args))
@@ -263,11 +301,24 @@ def time_of(world: World, epoch: float) -> SimpleNamespace:
 def threading_of(world: World) -> SimpleNamespace:
     """What stands for the module `threading`."""
     return SimpleNamespace(
+        Barrier=functools.partial(Barrier, world),
         Event=lambda: Event(world),
         Lock=lambda: Lock(world),
         RLock=lambda: Lock(world),
         Thread=lambda target, **_: Thread(world, target),
+        current_thread=threading.current_thread,
+        main_thread=threading.main_thread,
     )
+
+
+def stand_ins(world: World, epoch: float) -> list[tuple[Any, Any]]:
+    """What modules import to wait, and what stands for it."""
+    return [
+        (time, time_of(world, epoch)),
+        (threading, threading_of(world)),
+        (concurrent.futures.ThreadPoolExecutor, functools.partial(Executor, world)),
+        (concurrent.futures.wait, wait),
+    ]
 
 
 @contextlib.contextmanager

@@ -1,15 +1,44 @@
 """Workers with equal programs compile them once, and are closed at the end."""
 
+import sys
+import time
+
 import pytest
 
+from demo_optax._src.swarm import store as stores
 from demo_optax._src.swarm import worker
 from demo_optax.swarm import ObjectStore
-from tests import members, swarms
+from tests import members, swarms, virtual_time
+
+REQUEST_SECONDS = 0.001
 
 
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch):
     monkeypatch.setattr(worker, "compile_programs", swarms.compile_once)
+
+
+@pytest.fixture
+def virtual_waits(request, monkeypatch):
+    """The test and the swarm wait in virtual time, and a request to a store takes a moment of it.
+
+    What is computed takes none.
+    """
+    world, persist = virtual_time.World(), ObjectStore._persist
+
+    def persist_later(*args):
+        world.pause(REQUEST_SECONDS)
+        return persist(*args)
+
+    def in_turn(fn, keys):
+        return [fn(key) for key in keys]
+
+    monkeypatch.setattr(ObjectStore, "_persist", persist_later)
+    of_swarms = [x for name, x in sys.modules.items() if name.startswith("demo_optax._src.swarm")]
+    stand_ins = [*virtual_time.stand_ins(world, time.time()), (stores.in_parallel, in_turn)]
+    with virtual_time.replaced([*of_swarms, request.module, members, swarms], stand_ins):
+        yield
+        world.leave_all()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Who counts in a step: deadlines, late workers, slots, and packets that cannot be read."""
 
+import concurrent.futures
 import functools
 import itertools
 import os
@@ -15,7 +16,9 @@ from demo_optax._src.swarm.member import ExchangeResult
 from demo_optax._src.swarm.records import Manifest
 from demo_optax.swarm import Left, Member, ObjectStore, SwarmError
 from tests.members import put_packet
-from tests.swarms import together
+from tests.swarms import after, together
+
+pytestmark = pytest.mark.usefixtures("virtual_waits")
 
 
 @pytest.fixture
@@ -135,9 +138,8 @@ def test_a_packet_of_no_valid_number_of_steps_or_tokens_is_refused(wrong, store)
 
 def test_a_wait_ends_when_the_worker_leaves(store):
     (member,) = members(store, 1, min_workers=2)
-    threading.Timer(0.3, member.leave).start()
     with pytest.raises(Left):
-        exchange(member, 0)
+        together([functools.partial(exchange, member, 0), after(0.3, member.leave)])
 
 
 def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
@@ -145,10 +147,8 @@ def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
     monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.1)
     first = Member(store, "first", min_workers=2, deadline=0.1, tell=said.append)
     second = Member(store, "second", min_workers=2, deadline=0.1)
-    waiting = threading.Timer(0.6, exchange, (second, 0))
-    waiting.start()
-    assert sorted(exchange(first, 0).packets) == [0, 1]
-    waiting.join()
+    both = functools.partial(exchange, first, 0), after(0.6, functools.partial(exchange, second, 0))
+    assert [sorted(x.packets) for x in together(both)] == [[0, 1]] * 2
     assert any("1 of at least 2 workers are here" in line for line in said), said
 
 
@@ -309,12 +309,8 @@ def test_an_announcement_holds_for_a_step_that_is_about_to_be_decided(store):
     first, second = members(store, 2, deadline=20.0)
     exchange(first, 0)
     second.announce(0)
-
-    def later():
-        time.sleep(0.5)
-        return exchange(second, 1)
-
-    results = together([functools.partial(exchange, first, 1), later])
+    both = functools.partial(exchange, first, 1), after(0.5, functools.partial(exchange, second, 1))
+    results = together(both)
     assert [x.packets.keys() for x in results] == [{0, 1}, {0, 1}]
 
 
@@ -329,7 +325,8 @@ def test_who_leaves_while_it_replays_is_not_waited_for(store):
 
 def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
     (member,) = members(store, 1)
-    monkeypatch.setattr(store, "put", lambda key, data: None)
+    for name in "put", "create":
+        monkeypatch.setattr(store, name, lambda key, data: True)
     monkeypatch.setattr(member, "_require_next", lambda step, manifest: None)
     ended, packet = threading.Event(), records.PacketRef(0, 0, "0" * 64)
 
@@ -347,7 +344,9 @@ def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
     switches = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        together([exchanging, leaving])
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:  # of threads that may meet anywhere
+            futures = [pool.submit(exchanging), pool.submit(leaving)]
+        assert [future.result() for future in futures] == [None, None]
     finally:
         sys.setswitchinterval(switches)
 
@@ -400,7 +399,7 @@ def test_a_claim_whose_answer_was_lost_is_found_again(store):
 def test_the_deadline_follows_the_median_step(store):
     member = Member(store, "paris")
     assert member.deadline == 60.0
-    with mock.patch("time.monotonic", side_effect=(float(x) for x in range(1000))):
+    with mock.patch.object(time, "monotonic", side_effect=(float(x) for x in range(1000))):
         for step in range(6):
             exchange(member, step)
     assert 3 < member.deadline < 60

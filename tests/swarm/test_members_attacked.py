@@ -33,6 +33,8 @@ from tests.members import (
 )
 from tests.swarms import together
 
+pytestmark = pytest.mark.usefixtures("virtual_waits")
+
 
 @hypothesis.given(st.binary(max_size=200), st.integers(0, 10**6), st.integers(0, 255))
 @hypothesis.settings(
@@ -336,15 +338,14 @@ def test_all_go_on_if_what_they_signed_was_deleted_for_as_long_as_all_had_two_tu
             *state, _ = worker.step(*state, slowly(worker.member.slot, worker.number))
 
     last = 10**9
-    deleting = threading.Thread(target=delete)
-    deleting.start()
     all_of_them = [functools.partial(go, *x) for x in zip(workers, states, strict=True)]
-    going = threading.Thread(target=together, args=(all_of_them,))
-    going.start()
-    assert ended.wait(timeout=60)
-    last = max(worker.number for worker in workers)
-    going.join(timeout=60)
-    assert not going.is_alive() and min(worker.number for worker in workers) >= last + 6
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(delete)
+        going = threads.submit(together, all_of_them)
+        assert ended.wait(timeout=60)
+        last = max(worker.number for worker in workers)
+        going.result(timeout=60)
+    assert min(worker.number for worker in workers) >= last + 6
     for worker in workers:
         worker.close()
 
@@ -436,14 +437,15 @@ def test_a_worker_whose_snapshots_nobody_signs_stops_until_the_owner_takes_the_o
     ]
     alone, state = workers[0], together(both)[0][0]  # the other one is gone without a word
     alone.member.tell = said.append
-    going = threading.Thread(target=swarms.take_steps, args=(alone, 12, state, slowly))
-    going.start()
-    going.join(timeout=12)
-    assert going.is_alive() and alone.member.is_unheard and alone.number < 10
-    assert any("so this worker sends nothing until they do: let the owner take" in x for x in said)
-    run.change(without=["worker-1"])
-    going.join(timeout=30)
-    assert not going.is_alive() and alone.number == 12
+    with ThreadPoolExecutor(1) as thread:
+        going = thread.submit(swarms.take_steps, alone, 12, state, slowly)
+        time.sleep(12)
+        assert not going.done() and alone.member.is_unheard and alone.number < 10
+        waits = "so this worker sends nothing until they do: let the owner take"
+        assert any(waits in x for x in said)
+        run.change(without=["worker-1"])
+        going.result(timeout=30)
+    assert alone.number == 12
     for worker in workers:
         worker.close()
 

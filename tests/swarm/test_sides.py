@@ -16,6 +16,8 @@ from demo_optax.swarm import Member
 from tests.members import NAMES, Run, everybody, exchange, physical, signed_manifest
 from tests.swarms import together
 
+pytestmark = pytest.mark.usefixtures("virtual_waits")
+
 
 def send_all(run, joined, step):
     """All send, and the last one decides; returns the references."""
