@@ -7,10 +7,10 @@ import pytest
 
 from demo_optax._src.swarm import store as stores
 from demo_optax._src.swarm import worker
-from demo_optax.swarm import ObjectStore
+from demo_optax.swarm import ObjectStore, SwarmWorker
 from tests import members, swarms, virtual_time
 
-REQUEST_SECONDS = 0.001
+REQUEST, STEP = 0.0005, 0.01  # seconds
 
 
 @pytest.fixture(autouse=True)
@@ -20,20 +20,23 @@ def compiled_once(monkeypatch):
 
 @pytest.fixture
 def virtual_waits(request, monkeypatch):
-    """The test and the swarm wait in virtual time, and a request to a store takes a moment of it.
+    """The test and the swarm wait in virtual time, some of which requests and steps take."""
+    world = virtual_time.World()
 
-    What is computed takes none.
-    """
-    world, persist = virtual_time.World(), ObjectStore._persist
+    def delay(kind, name, seconds):
+        method = getattr(kind, name)
 
-    def persist_later(*args):
-        world.pause(REQUEST_SECONDS)
-        return persist(*args)
+        def later(*args):
+            world.pause(seconds)
+            return method(*args)
+
+        monkeypatch.setattr(kind, name, later)
 
     def in_turn(fn, keys):
         return [fn(key) for key in keys]
 
-    monkeypatch.setattr(ObjectStore, "_persist", persist_later)
+    delay(ObjectStore, "_persist", REQUEST)
+    delay(SwarmWorker, "step", STEP)
     of_swarms = [x for name, x in sys.modules.items() if name.startswith("demo_optax._src.swarm")]
     stand_ins = [*virtual_time.stand_ins(world, time.time()), (stores.in_parallel, in_turn)]
     with virtual_time.replaced([*of_swarms, request.module, members, swarms], stand_ins):
