@@ -41,11 +41,6 @@ def index_of(run, step, **chain):
     return SnapshotIndex(step, file, 1, empty, empty, roster=run.roster().name, **chain)
 
 
-@pytest.fixture
-def run(tmp_path):
-    return Run(tmp_path)
-
-
 def test_a_member_that_decides_the_first_step_alone_gains_nothing(run):
     paris, rome, oslo = run.members(deadline=0.3, min_workers=2)
     ref = oslo.send(0, b"oslo  in 0")
