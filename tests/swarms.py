@@ -141,6 +141,12 @@ def both(first, second, until: int, states=(None, None), batches=(batch_of, batc
     return together([functools.partial(take_steps, x, until, *rest) for x, *rest in workers])
 
 
+def all_take_steps(workers, until: int, states=None, batches=batch_of) -> list:
+    """Workers take steps at the same time."""
+    pairs = zip(workers, states or [None] * len(workers), strict=True)
+    return together([functools.partial(take_steps, x, until, y, batches) for x, y in pairs])
+
+
 def in_a_swarm(store, tx, until: int, number: int = 4, **settings) -> list:
     """Each worker's digests by step, and its metrics; nobody is missing."""
     workers = [make_worker(tx, store, n, min_workers=number, **settings) for n in range(number)]

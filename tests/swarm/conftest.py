@@ -39,17 +39,17 @@ def virtual_waits(request, monkeypatch):
     delay(SwarmWorker, "step", STEP)
     of_swarms = [x for name, x in sys.modules.items() if name.startswith("demo_optax._src.swarm")]
     stand_ins = [*virtual_time.stand_ins(world, time.time()), (stores.in_parallel, in_turn)]
+    swarms.OPEN.clear()
     with virtual_time.replaced([*of_swarms, request.module, members, swarms], stand_ins):
         yield
+        while swarms.OPEN:
+            swarms.OPEN.pop().close()
         world.leave_all()
 
 
 @pytest.fixture
 def store(tmp_path):
-    swarms.OPEN.clear()
-    yield ObjectStore(str(tmp_path), patience=10.0)
-    while swarms.OPEN:
-        swarms.OPEN.pop().close()
+    return ObjectStore(str(tmp_path), patience=10.0)
 
 
 @pytest.fixture

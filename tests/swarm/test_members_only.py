@@ -209,7 +209,7 @@ def test_workers_train_with_equal_parameters_and_one_joins_from_an_attested_snap
     run = numbered(tmp_path)
     names = [f"worker-{n}" for n in range(3)]
     workers = make_workers(run, names, snapshot_every=2, min_workers=3)
-    ends = together([functools.partial(swarms.take_steps, x, 7, batches=slowly) for x in workers])
+    ends = swarms.all_take_steps(workers, 7, batches=slowly)
     assert ends[0][1] == ends[1][1] == ends[2][1] and len(ends[0][1]) == 7
     for worker in workers:
         worker._turns.close()
@@ -220,8 +220,6 @@ def test_workers_train_with_equal_parameters_and_one_joins_from_an_attested_snap
     params, _ = swarms.begin(newcomer)
     assert newcomer.number == 7
     assert swarms.digest(params) == ends[0][1][7]
-    for worker in [*workers, newcomer]:
-        worker.close()
 
 
 def test_a_look_of_a_member_that_waits_asks_the_store_as_often_as_in_an_open_run(run, tmp_path):
@@ -355,10 +353,7 @@ def test_who_has_left_need_not_sign_a_snapshot(tmp_path):
     names = [f"worker-{n}" for n in range(3)]
     workers = make_workers(run, names, snapshot_every=4, deadline=0.5)
     states = [swarms.begin(worker) for worker in workers]
-    both = [
-        functools.partial(swarms.take_steps, x, 2, y) for x, y in zip(workers, states, strict=True)
-    ]
-    state = together(both)[0][0]
+    state = swarms.all_take_steps(workers, 2, states)[0][0]
     for worker in workers[1:]:
         worker.close()
     swarms.take_steps(workers[0], 6, state, slowly)
