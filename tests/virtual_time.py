@@ -184,23 +184,6 @@ class Event(Signal):
         return self.await_until(self.is_set, timeout)
 
 
-class Barrier(Signal):
-    """Lets threads go on once as many have come."""
-
-    def __init__(self, world: World, parties: int, action: Callable[[], object] = lambda: None):
-        super().__init__(world)
-        self._parties, self._action, self._arrived = parties, action, 0
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._arrived += 1
-        if self._arrived == self._parties:
-            self._action()
-            self._arrived = 0
-            self.notify()
-        else:
-            self.await_until(lambda: self._arrived == 0, timeout)
-
-
 class Lock(Signal):
     """A lock that its holder may take again."""
 
@@ -242,11 +225,6 @@ class Future(Signal):
         if self._error is not None:
             raise self._error
         return self._result
-
-    def exception(self, timeout: float | None = None) -> Exception | None:
-        with contextlib.suppress(Exception):
-            self.result(timeout)
-        return self._error
 
 
 class Executor(Signal):
@@ -301,7 +279,6 @@ def time_of(world: World, epoch: float) -> SimpleNamespace:
 def threading_of(world: World) -> SimpleNamespace:
     """What stands for the module `threading`."""
     return SimpleNamespace(
-        Barrier=functools.partial(Barrier, world),
         Event=lambda: Event(world),
         Lock=lambda: Lock(world),
         RLock=lambda: Lock(world),

@@ -87,13 +87,14 @@ def test_who_is_late_is_waited_for_once_and_then_counts_again(store):
     assert [sorted(x.packets) for x in everybody([first, second], 3)] == [[0, 1], [0, 1]]
 
 
-def test_who_leaves_is_not_waited_for(store):
+@pytest.mark.parametrize(("taken", "left"), [(1, 1), (6, 2)], ids=["in time", "it replays"])
+def test_who_leaves_is_not_waited_for(store, taken, left):
     first, second = members(store, 2)
-    everybody([first, second], 0)
-    second.leave(1)
+    for step in range(taken):
+        everybody([first, second], step)
+    second.leave(left)
     began = time.monotonic()
-    result = exchange(first, 1)
-    assert time.monotonic() - began < 15 and result.late == ()
+    assert exchange(first, taken).late == () and time.monotonic() - began < 15
 
 
 def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(store):
@@ -107,12 +108,16 @@ def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(sto
     assert time.monotonic() - began < 15
 
 
-def test_a_deadline_is_unknown_in_the_first_four_steps(store):
+def test_a_deadline_is_unknown_in_the_first_four_steps_and_then_follows_the_median(store):
     (member,) = members(store, 1, deadline=None)
     for step in range(4):
         assert member.deadline == 60.0
         exchange(member, step)
     assert member.deadline == 2.0
+    with mock.patch.object(time, "monotonic", side_effect=map(float, range(1000))):
+        for step in range(4, 12):
+            exchange(member, step)
+    assert 3 < member.deadline < 60
 
 
 @pytest.mark.parametrize(
@@ -152,16 +157,11 @@ def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
     assert any("1 of at least 2 workers are here" in line for line in said), said
 
 
-def test_a_packet_with_other_bytes_than_its_hash_says_is_not_proposed(store):
+@pytest.mark.parametrize("digest", ["0" * 64, records.sha256(b"longer than those of this run")])
+def test_a_packet_with_another_hash_or_of_another_length_is_not_proposed(store, digest):
     first, _ = members(store, 2, deadline=0.3)
-    put_packet(store, 0, records.PacketRef(1, 1, "0" * 64), b"something else")
-    assert list(exchange(first, 0).packets) == [0]
-
-
-def test_a_packet_of_another_length_is_not_proposed(store):
-    first, _ = members(store, 2, deadline=0.3)
-    longer = b"much longer than the packets of this run"
-    put_packet(store, 0, records.PacketRef(1, 1, records.sha256(longer)), longer)
+    data = b"0 in 0" if digest == "0" * 64 else b"longer than those of this run"
+    put_packet(store, 0, records.PacketRef(1, 1, digest), data)
     assert list(exchange(first, 0).packets) == [0]
 
 
@@ -314,15 +314,6 @@ def test_an_announcement_holds_for_a_step_that_is_about_to_be_decided(store):
     assert [x.packets.keys() for x in results] == [{0, 1}, {0, 1}]
 
 
-def test_who_leaves_while_it_replays_is_not_waited_for(store):
-    first, second = members(store, 2)
-    for step in range(6):
-        everybody([first, second], step)
-    second.leave(2)
-    began = time.monotonic()
-    assert exchange(first, 6).late == () and time.monotonic() - began < 15
-
-
 def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
     (member,) = members(store, 1)
     for name in "put", "create":
@@ -394,12 +385,3 @@ def test_a_claim_whose_answer_was_lost_is_found_again(store):
 
     with mock.patch.object(store, "create", lost):
         assert Member(store, "paris").me == (0, 1)
-
-
-def test_the_deadline_follows_the_median_step(store):
-    member = Member(store, "paris")
-    assert member.deadline == 60.0
-    with mock.patch.object(time, "monotonic", side_effect=(float(x) for x in range(1000))):
-        for step in range(6):
-            exchange(member, step)
-    assert 3 < member.deadline < 60

@@ -242,7 +242,8 @@ def test_a_look_of_a_member_that_waits_asks_the_store_as_often_as_in_an_open_run
             left = thread.submit(waiting._agree, 1, waiting.manifest(0).members, 10, 1e9)
             time.sleep(1.0)
             waiting.leave()
-            assert isinstance(left.exception(timeout=20), Left)
+            with pytest.raises(Left):
+                left.result(timeout=20)
         assert sum(counting.counts.values()) == 2 * looks.count(1) > 2
 
 

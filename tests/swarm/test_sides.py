@@ -200,10 +200,7 @@ def test_packets_that_are_gone_after_the_decision_are_put_back_by_who_sent_them(
     """Each has its own packet alone when all of them are deleted."""
     joined = run.members(deadline=30.0, min_workers=3)
     everybody(joined, 0)
-    read, waiting = Member._read, threading.Barrier(3, action=lambda: delete())
-
-    def delete():
-        run.anybody.delete(physical(run, "packets/00000001"))
+    read, gone = Member._read, threading.Event()
 
     def decided_unread(member, step, packets, size=None):
         packets = list(packets)
@@ -212,7 +209,10 @@ def test_packets_that_are_gone_after_the_decision_are_put_back_by_who_sent_them(
             member._packets = {x: y for x, y in member._packets.items() if x.member == member.me}
             name = f"{member.slot:03d}.packet"
             member._steps._said[1] = {name: member._steps._said[1][name]}
-            waiting.wait(timeout=20)
+            if len(seen) == 3:
+                run.anybody.delete(physical(run, "packets/00000001"))
+                gone.set()
+            assert gone.wait(timeout=20)
         return read(member, step, packets, size)
 
     seen: list[Member] = []
