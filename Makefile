@@ -17,14 +17,18 @@ NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
 	$$p -c "" 2>/dev/null && echo $$p && break; done)
 
-.PHONY: train test test-all torture chaos versions oldest newest lint docs notebooks accelerators release-check clean
+.PHONY: train test tests test-all torture chaos versions oldest newest lint docs notebooks accelerators release-check clean
 
 # JAX takes fresh memory for every step on CPUs; in large pages touching it costs a fraction.
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 train: $(READY)
 	$(RUN) examples/compare.py $(ARGS)
 
-test: lint
+# The types take a core for some seconds, while tests have begun.
+test: $(READY)
+	$(MAKE) --jobs 2 lint tests
+
+tests: $(READY)
 	$(RUN) -m pytest -n 2 $(ARGS)
 
 test-all: lint

@@ -10,14 +10,13 @@ import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-# Most of the time goes into compiling; what a compiler may reorder, it still may.
-jax.config.update("jax_disable_most_optimizations", True)
 if jax.__version_info__ < (0, 11):  # later ones do not know the flag, and end at its sight
     # Without fused multiply-adds, which its other way to emit code would leave to chance, and with
     # a program in one piece, since another test has the other core.
-    quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
+    quick = " --xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
     quick += " --xla_cpu_parallel_codegen_split_count=1"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
+    flags = os.environ.get("XLA_FLAGS", "").removesuffix(quick)  # which xdist's workers inherit
+    os.environ["XLA_FLAGS"] = flags + quick
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # which programs would carry along
 jax.devices()  # all are there before an example or the trainer asks for its own
@@ -41,10 +40,12 @@ jaxtyping.jaxtyped = jaxtyped_where_arrays_are
 
 
 def pytest_configure(config):
-    """Programs stay compiled from one run to the next, here and in processes that tests start."""
+    """Programs are compiled quickly and for the next runs too, also in processes of tests."""
     settings = {
+        # Most of the time goes into compiling; what a compiler may reorder, it still may.
+        "jax_disable_most_optimizations": True,
         "jax_compilation_cache_dir": str(config.rootpath / ".pytest_cache" / "jax"),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,  # to write less takes longer than that
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     for name, value in settings.items():

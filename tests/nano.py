@@ -22,7 +22,8 @@ def first_of(make):
     made = []
 
     def first(*arguments, **options):
-        made.append(make(*arguments, **options))
+        if not made:
+            made.append(make(*arguments, **options))
         return made[0]
 
     return first

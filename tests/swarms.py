@@ -3,7 +3,7 @@
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -91,7 +91,7 @@ def begin(worker: SwarmWorker):
     return worker.begin(initial_params(), batch_of(0, 0))
 
 
-def together(actions: list[Callable[[], object]]) -> list:
+def together(actions: Sequence[Callable[[], object]]) -> list:
     """The results of several functions, each in a thread of its own."""
     with ThreadPoolExecutor(len(actions)) as pool:
         futures = [pool.submit(action) for action in actions]
@@ -115,6 +115,16 @@ def take_steps(worker: SwarmWorker, until: int, state=None, batches=batch_of) ->
     return (params, opt_state), digests, all_metrics
 
 
+def after(seconds: float, action: Callable[[], object]) -> Callable[[], object]:
+    """An action that begins some seconds later."""
+
+    def wait_first():
+        time.sleep(seconds)
+        return action()
+
+    return wait_first
+
+
 def slowly(seconds: float):
     """Batches that come so slowly that others can catch up."""
 
@@ -129,6 +139,12 @@ def both(first, second, until: int, states=(None, None), batches=(batch_of, batc
     """Two workers take steps at the same time."""
     workers = zip((first, second), states, batches, strict=True)
     return together([functools.partial(take_steps, x, until, *rest) for x, *rest in workers])
+
+
+def all_take_steps(workers, until: int, states=None, batches=batch_of) -> list:
+    """Workers take steps at the same time."""
+    pairs = zip(workers, states or [None] * len(workers), strict=True)
+    return together([functools.partial(take_steps, x, until, y, batches) for x, y in pairs])
 
 
 def in_a_swarm(store, tx, until: int, number: int = 4, **settings) -> list:

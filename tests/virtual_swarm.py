@@ -12,12 +12,9 @@ import random
 import re
 import secrets
 import sys
-import threading
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -300,10 +297,7 @@ class Swarm:
             from_private_bytes=X25519PrivateKey.from_private_bytes,
         )
         stand_ins = [
-            (time, virtual_time.time_of(self.world, EPOCH)),
-            (threading, virtual_time.threading_of(self.world)),
-            (ThreadPoolExecutor, functools.partial(virtual_time.Executor, self.world)),
-            (wait, virtual_time.wait),
+            *virtual_time.stand_ins(self.world, EPOCH),
             *((x, chance) for x in (secrets, uuid, X25519PrivateKey)),
             (store.in_parallel, self._in_turn),
             (worker.compile_programs, self._programs),

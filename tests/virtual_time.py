@@ -5,10 +5,13 @@ run on this time by putting what is here in place of their `time`, `threading` a
 """
 
 import collections
+import concurrent.futures
 import contextlib
+import functools
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -47,11 +50,13 @@ class Thread:
 
     def _run(self) -> None:
         self.turn.acquire()
-        with contextlib.suppress(Killed):
-            if not self.process.is_dead:
-                self.target()
-        self.process.threads.discard(self)
-        self.world.hand_over()
+        try:
+            with contextlib.suppress(Killed):
+                if not self.process.is_dead:
+                    self.target()
+        finally:
+            self.process.threads.discard(self)
+            self.world.hand_over()
 
 
 class World:
@@ -118,6 +123,11 @@ class World:
             self.kill(process)
         while any(x.threads for x in processes):
             self.pause(0.0)
+
+    def leave_all(self) -> None:
+        """Ends all threads but this one."""
+        others, self.current.process = self.current.process, Process("the world")
+        self.end([others])
 
     def kill(self, process: Process) -> None:
         """Ends all threads of a process where they wait."""
@@ -225,6 +235,12 @@ class Executor(Signal):
         self._most = self._free = max_workers
         self._queue: collections.deque[Future] = collections.deque()
 
+    def __enter__(self) -> "Executor":
+        return self
+
+    def __exit__(self, error: object, *_) -> None:
+        self.shutdown(wait=error is None)
+
     def submit(self, fn: Callable, *args) -> Future:
         future = Future(self._world, lambda: fn(*args))
         self._queue.append(future)
@@ -267,7 +283,19 @@ def threading_of(world: World) -> SimpleNamespace:
         Lock=lambda: Lock(world),
         RLock=lambda: Lock(world),
         Thread=lambda target, **_: Thread(world, target),
+        current_thread=threading.current_thread,
+        main_thread=threading.main_thread,
     )
+
+
+def stand_ins(world: World, epoch: float) -> list[tuple[Any, Any]]:
+    """What modules import to wait, and what stands for it."""
+    return [
+        (time, time_of(world, epoch)),
+        (threading, threading_of(world)),
+        (concurrent.futures.ThreadPoolExecutor, functools.partial(Executor, world)),
+        (concurrent.futures.wait, wait),
+    ]
 
 
 @contextlib.contextmanager

@@ -191,7 +191,7 @@ def simulate(options: argparse.Namespace, seed: int, keys: pathlib.Path) -> Swar
     return found
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--seeds", nargs="+", default=["0:100"], help="the first, and the one after the last"
@@ -203,7 +203,7 @@ def main() -> int:
     parser.add_argument("--without", help="numbers of troubles to leave out, such as 0,3")
     parser.add_argument("--closed", action="store_true", help="for members only")
     parser.add_argument("--verbose", action="store_true", help="with each step and object")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     ranges = [range(*map(int, x.split(":"))) for x in options.seeds]
     seeds = list(itertools.chain(*ranges)) if options.seed is None else [options.seed]
     if hasattr(os, "sched_setaffinity"):  # on one core threads hand over twice as fast

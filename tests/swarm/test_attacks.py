@@ -34,6 +34,7 @@ def test_nothing_of_an_attackers_is_adopted_and_members_have_equal_parameters(st
     assert int(ended.stdout.rpartition(" tries of ")[0].split()[-1]) >= 300
 
 
+@pytest.mark.usefixtures("virtual_waits")
 def test_no_member_ends_the_round_of_another_before_half_of_its_seconds(tmp_path):
     paris, oslo = members.Run(tmp_path).members("paris", "oslo")
     clock, seconds = RoundClock(paris, 100, 40.0), 40.0

@@ -1,5 +1,6 @@
 """Who counts in a step: deadlines, late workers, slots, and packets that cannot be read."""
 
+import concurrent.futures
 import functools
 import itertools
 import os
@@ -15,7 +16,9 @@ from demo_optax._src.swarm.member import ExchangeResult
 from demo_optax._src.swarm.records import Manifest
 from demo_optax.swarm import Left, Member, ObjectStore, SwarmError
 from tests.members import put_packet
-from tests.swarms import together
+from tests.swarms import after, together
+
+pytestmark = pytest.mark.usefixtures("virtual_waits")
 
 
 @pytest.fixture
@@ -84,13 +87,14 @@ def test_who_is_late_is_waited_for_once_and_then_counts_again(store):
     assert [sorted(x.packets) for x in everybody([first, second], 3)] == [[0, 1], [0, 1]]
 
 
-def test_who_leaves_is_not_waited_for(store):
+@pytest.mark.parametrize(("taken", "left"), [(1, 1), (6, 2)], ids=["in time", "it replays"])
+def test_who_leaves_is_not_waited_for(store, taken, left):
     first, second = members(store, 2)
-    everybody([first, second], 0)
-    second.leave(1)
+    for step in range(taken):
+        everybody([first, second], step)
+    second.leave(left)
     began = time.monotonic()
-    result = exchange(first, 1)
-    assert time.monotonic() - began < 15 and result.late == ()
+    assert exchange(first, taken).late == () and time.monotonic() - began < 15
 
 
 def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(store):
@@ -104,12 +108,16 @@ def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(sto
     assert time.monotonic() - began < 15
 
 
-def test_a_deadline_is_unknown_in_the_first_four_steps(store):
+def test_a_deadline_is_unknown_in_the_first_four_steps_and_then_follows_the_median(store):
     (member,) = members(store, 1, deadline=None)
     for step in range(4):
         assert member.deadline == 60.0
         exchange(member, step)
     assert member.deadline == 2.0
+    with mock.patch.object(time, "monotonic", side_effect=map(float, range(1000))):
+        for step in range(4, 12):
+            exchange(member, step)
+    assert 3 < member.deadline < 60
 
 
 @pytest.mark.parametrize(
@@ -135,9 +143,8 @@ def test_a_packet_of_no_valid_number_of_steps_or_tokens_is_refused(wrong, store)
 
 def test_a_wait_ends_when_the_worker_leaves(store):
     (member,) = members(store, 1, min_workers=2)
-    threading.Timer(0.3, member.leave).start()
     with pytest.raises(Left):
-        exchange(member, 0)
+        together([functools.partial(exchange, member, 0), after(0.3, member.leave)])
 
 
 def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
@@ -145,23 +152,16 @@ def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
     monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.1)
     first = Member(store, "first", min_workers=2, deadline=0.1, tell=said.append)
     second = Member(store, "second", min_workers=2, deadline=0.1)
-    waiting = threading.Timer(0.6, exchange, (second, 0))
-    waiting.start()
-    assert sorted(exchange(first, 0).packets) == [0, 1]
-    waiting.join()
+    both = functools.partial(exchange, first, 0), after(0.6, functools.partial(exchange, second, 0))
+    assert [sorted(x.packets) for x in together(both)] == [[0, 1]] * 2
     assert any("1 of at least 2 workers are here" in line for line in said), said
 
 
-def test_a_packet_with_other_bytes_than_its_hash_says_is_not_proposed(store):
+@pytest.mark.parametrize("digest", ["0" * 64, records.sha256(b"longer than those of this run")])
+def test_a_packet_with_another_hash_or_of_another_length_is_not_proposed(store, digest):
     first, _ = members(store, 2, deadline=0.3)
-    put_packet(store, 0, records.PacketRef(1, 1, "0" * 64), b"something else")
-    assert list(exchange(first, 0).packets) == [0]
-
-
-def test_a_packet_of_another_length_is_not_proposed(store):
-    first, _ = members(store, 2, deadline=0.3)
-    longer = b"much longer than the packets of this run"
-    put_packet(store, 0, records.PacketRef(1, 1, records.sha256(longer)), longer)
+    data = b"0 in 0" if digest == "0" * 64 else b"longer than those of this run"
+    put_packet(store, 0, records.PacketRef(1, 1, digest), data)
     assert list(exchange(first, 0).packets) == [0]
 
 
@@ -309,27 +309,15 @@ def test_an_announcement_holds_for_a_step_that_is_about_to_be_decided(store):
     first, second = members(store, 2, deadline=20.0)
     exchange(first, 0)
     second.announce(0)
-
-    def later():
-        time.sleep(0.5)
-        return exchange(second, 1)
-
-    results = together([functools.partial(exchange, first, 1), later])
+    both = functools.partial(exchange, first, 1), after(0.5, functools.partial(exchange, second, 1))
+    results = together(both)
     assert [x.packets.keys() for x in results] == [{0, 1}, {0, 1}]
-
-
-def test_who_leaves_while_it_replays_is_not_waited_for(store):
-    first, second = members(store, 2)
-    for step in range(6):
-        everybody([first, second], step)
-    second.leave(2)
-    began = time.monotonic()
-    assert exchange(first, 6).late == () and time.monotonic() - began < 15
 
 
 def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
     (member,) = members(store, 1)
-    monkeypatch.setattr(store, "put", lambda key, data: None)
+    for name in "put", "create":
+        monkeypatch.setattr(store, name, lambda key, data: True)
     monkeypatch.setattr(member, "_require_next", lambda step, manifest: None)
     ended, packet = threading.Event(), records.PacketRef(0, 0, "0" * 64)
 
@@ -347,7 +335,9 @@ def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
     switches = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        together([exchanging, leaving])
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:  # of threads that may meet anywhere
+            futures = [pool.submit(exchanging), pool.submit(leaving)]
+        assert [future.result() for future in futures] == [None, None]
     finally:
         sys.setswitchinterval(switches)
 
@@ -395,12 +385,3 @@ def test_a_claim_whose_answer_was_lost_is_found_again(store):
 
     with mock.patch.object(store, "create", lost):
         assert Member(store, "paris").me == (0, 1)
-
-
-def test_the_deadline_follows_the_median_step(store):
-    member = Member(store, "paris")
-    assert member.deadline == 60.0
-    with mock.patch("time.monotonic", side_effect=(float(x) for x in range(1000))):
-        for step in range(6):
-            exchange(member, step)
-    assert 3 < member.deadline < 60

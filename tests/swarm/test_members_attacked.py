@@ -33,6 +33,8 @@ from tests.members import (
 )
 from tests.swarms import together
 
+pytestmark = pytest.mark.usefixtures("virtual_waits")
+
 
 @hypothesis.given(st.binary(max_size=200), st.integers(0, 10**6), st.integers(0, 255))
 @hypothesis.settings(
@@ -231,7 +233,7 @@ def test_a_forged_snapshot_of_one_member_is_passed_over(tmp_path):
     run = numbered(tmp_path)
     names = [f"worker-{n}" for n in range(3)]
     workers = make_workers(run, names, snapshot_every=4, min_workers=3)
-    ends = together([functools.partial(swarms.take_steps, x, 10) for x in workers])
+    ends = swarms.all_take_steps(workers, 10)
     for worker in workers:
         worker._turns.close()
     liar = workers[2].member
@@ -249,28 +251,19 @@ def test_a_forged_snapshot_of_one_member_is_passed_over(tmp_path):
     newcomer = swarms.make_worker(swarms.DEMO_SCALED, run.store("worker-3"), 3, snapshot_every=4)
     params, _ = swarms.begin(newcomer)
     assert newcomer.number == 10 and swarms.digest(params) == ends[0][1][10]
-    for worker in [*workers, newcomer]:
-        worker.close()
 
 
 def test_a_worker_on_the_smaller_side_goes_back_to_a_snapshot_and_has_equal_parameters(tmp_path):
     run = numbered(tmp_path)
     names = [f"worker-{n}" for n in range(3)]
     workers = make_workers(run, names, snapshot_every=2, min_workers=2, deadline=3.0)
-    ends = together([functools.partial(swarms.take_steps, x, 5) for x in workers])
+    ends = swarms.all_take_steps(workers, 5)
     astray = workers[2].member
     know_otherwise(astray, 4, head="a" * 64)
     states = [end[0] for end in ends]
-    later = together(
-        [
-            functools.partial(swarms.take_steps, x, 12, state)
-            for x, state in zip(workers, states, strict=True)
-        ]
-    )
+    later = swarms.all_take_steps(workers, 12, states)
     assert later[0][1] == later[1][1]
     assert later[2][1][12] == later[0][1][12] and astray.astray is None
-    for worker in workers:
-        worker.close()
 
 
 def test_nobody_is_left_out_half_by_half(run):
@@ -336,17 +329,14 @@ def test_all_go_on_if_what_they_signed_was_deleted_for_as_long_as_all_had_two_tu
             *state, _ = worker.step(*state, slowly(worker.member.slot, worker.number))
 
     last = 10**9
-    deleting = threading.Thread(target=delete)
-    deleting.start()
     all_of_them = [functools.partial(go, *x) for x in zip(workers, states, strict=True)]
-    going = threading.Thread(target=together, args=(all_of_them,))
-    going.start()
-    assert ended.wait(timeout=60)
-    last = max(worker.number for worker in workers)
-    going.join(timeout=60)
-    assert not going.is_alive() and min(worker.number for worker in workers) >= last + 6
-    for worker in workers:
-        worker.close()
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(delete)
+        going = threads.submit(together, all_of_them)
+        assert ended.wait(timeout=60)
+        last = max(worker.number for worker in workers)
+        going.result(timeout=60)
+    assert min(worker.number for worker in workers) >= last + 6
 
 
 def test_who_is_asked_to_leave_does_not_wait_for_something_in_the_way_to_be_gone(run, monkeypatch):
@@ -361,7 +351,8 @@ def test_who_is_asked_to_leave_does_not_wait_for_something_in_the_way_to_be_gone
         assert not waiting.done()
         with pytest.raises(OSError, match="is in the way"):
             paris.leave(2)
-        assert isinstance(waiting.exception(timeout=20), OSError | Left)
+        with pytest.raises((OSError, Left)):
+            waiting.result(timeout=20)
 
 
 def test_a_member_that_writes_each_snapshot_first_ends_only_its_own_turns(tmp_path):
@@ -374,17 +365,10 @@ def test_a_member_that_writes_each_snapshot_first_ends_only_its_own_turns(tmp_pa
         junk = records.SnapshotIndex(step, f"snapshots/{step:08d}/{'0' * 32}", 1, *2 * ["0" * 64])
         for name in "", ".001", ".002":
             liar.put(f"snapshots/{step:08d}{name}.json", records.encode(junk))
-    together(
-        [
-            functools.partial(swarms.take_steps, x, 4, state, batches=slowly)
-            for x, state in zip(workers, states, strict=True)
-        ]
-    )
+    swarms.all_take_steps(workers, 4, states, slowly)
     for worker in workers:
         worker._turns.close()
     assert snapshots.attested_steps(run.store("worker-3"), 100) == [0, 2]  # the turn of slot 1
-    for worker in workers:
-        worker.close()
 
 
 def test_a_time_that_a_member_signs_decides_nothing(run):
@@ -431,21 +415,18 @@ def test_a_worker_whose_snapshots_nobody_signs_stops_until_the_owner_takes_the_o
     run, said = numbered(tmp_path), []
     workers = make_workers(run, ["worker-0", "worker-1"], snapshot_every=2, deadline=0.2)
     states = [swarms.begin(worker) for worker in workers]
-    both = [
-        functools.partial(swarms.take_steps, x, 1, y) for x, y in zip(workers, states, strict=True)
-    ]
-    alone, state = workers[0], together(both)[0][0]  # the other one is gone without a word
+    state = swarms.all_take_steps(workers, 1, states)[0][0]
+    alone = workers[0]  # the other one is gone without a word
     alone.member.tell = said.append
-    going = threading.Thread(target=swarms.take_steps, args=(alone, 12, state, slowly))
-    going.start()
-    going.join(timeout=12)
-    assert going.is_alive() and alone.member.is_unheard and alone.number < 10
-    assert any("so this worker sends nothing until they do: let the owner take" in x for x in said)
-    run.change(without=["worker-1"])
-    going.join(timeout=30)
-    assert not going.is_alive() and alone.number == 12
-    for worker in workers:
-        worker.close()
+    with ThreadPoolExecutor(1) as thread:
+        going = thread.submit(swarms.take_steps, alone, 12, state, slowly)
+        time.sleep(12)
+        assert not going.done() and alone.member.is_unheard and alone.number < 10
+        waits = "so this worker sends nothing until they do: let the owner take"
+        assert any(waits in x for x in said)
+        run.change(without=["worker-1"])
+        going.result(timeout=30)
+    assert alone.number == 12
 
 
 def test_a_roster_that_was_put_back_is_missed_and_its_successor_is_waited_for(run, monkeypatch):

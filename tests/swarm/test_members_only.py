@@ -3,8 +3,6 @@
 import functools
 import os
 import stat
-import statistics
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +17,6 @@ from tests import swarms
 from tests.members import (
     NAMES,
     Counting,
-    Run,
     everybody,
     exchange,
     make_workers,
@@ -27,7 +24,9 @@ from tests.members import (
     physical,
     slowly,
 )
-from tests.swarms import together
+from tests.swarms import after, together
+
+pytestmark = pytest.mark.usefixtures("virtual_waits")
 
 
 def test_a_key_is_for_its_owner_alone_and_is_never_written_over_or_printed(tmp_path):
@@ -86,10 +85,8 @@ def test_who_leaves_is_not_waited_for_and_who_comes_is(run):
     for step in range(2):
         oslo.receive(step)
     oslo.announce(2)
-    later = threading.Timer(0.5, exchange, (oslo, 2))
-    later.start()
-    assert sorted(exchange(paris, 2).packets) == [0, 2]
-    later.join()
+    both = functools.partial(exchange, paris, 2), after(0.5, functools.partial(exchange, oslo, 2))
+    assert [sorted(x.packets) for x in together(both)] == [[0, 2]] * 2
     assert time.monotonic() - began < 15
 
 
@@ -221,7 +218,7 @@ def test_workers_train_with_equal_parameters_and_one_joins_from_an_attested_snap
     run = numbered(tmp_path)
     names = [f"worker-{n}" for n in range(3)]
     workers = make_workers(run, names, snapshot_every=2, min_workers=3)
-    ends = together([functools.partial(swarms.take_steps, x, 7, batches=slowly) for x in workers])
+    ends = swarms.all_take_steps(workers, 7, batches=slowly)
     assert ends[0][1] == ends[1][1] == ends[2][1] and len(ends[0][1]) == 7
     for worker in workers:
         worker._turns.close()
@@ -232,43 +229,6 @@ def test_workers_train_with_equal_parameters_and_one_joins_from_an_attested_snap
     params, _ = swarms.begin(newcomer)
     assert newcomer.number == 7
     assert swarms.digest(params) == ends[0][1][7]
-    for worker in [*workers, newcomer]:
-        worker.close()
-
-
-def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path, monkeypatch):
-    """Once all have sent, so that it does not count how often a busy machine lets them look."""
-    names, send, all_sent = [f"m{n}" for n in range(16)], Member.send, threading.Barrier(16)
-
-    def together_with_all(*args):
-        sent = send(*args)
-        all_sent.wait(timeout=60)
-        return sent
-
-    monkeypatch.setattr(Member, "send", together_with_all)
-    (tmp_path / "closed").mkdir()
-    closed = Run(tmp_path / "closed", names)
-    settings = dict(slots=16, deadline=60.0, min_workers=16)
-    counting = Counting(ObjectStore(str(tmp_path / "open")))
-    open_members = [Member(counting, name, **settings) for name in names]
-    counting_closed = Counting(closed.anybody)
-    closed_members = [closed.member(name, inner=counting_closed, **settings) for name in names]
-    runs = (open_members, counting.counts), (closed_members, counting_closed.counts)
-    found = [], []
-    for step in range(8):
-        for (joined, counts), each in zip(runs, found, strict=True):
-            counts.clear()
-            everybody(joined, step)
-            each.append({name: counts.get(name, 0) / 16 for name in ("get", "put", "names")})
-
-    def usual(each, *names):
-        return statistics.median(sum(one[name] for name in names) for one in each[1:])
-
-    open_run, members_only = found
-    assert usual(members_only, "names") == 0 < usual(open_run, "names")
-    assert usual(members_only, "put") <= usual(open_run, "put") + 0.01
-    asked = [usual(each, "get", "put", "names") for each in found]
-    assert asked[1] <= asked[0]
 
 
 def test_a_look_of_a_member_that_waits_asks_the_store_as_often_as_in_an_open_run(run, tmp_path):
@@ -291,7 +251,8 @@ def test_a_look_of_a_member_that_waits_asks_the_store_as_often_as_in_an_open_run
             left = thread.submit(waiting._agree, 1, waiting.manifest(0).members, 10, 1e9)
             time.sleep(1.0)
             waiting.leave()
-            assert isinstance(left.exception(timeout=20), Left)
+            with pytest.raises(Left):
+                left.result(timeout=20)
         assert sum(counting.counts.values()) == 2 * looks.count(1) > 2
 
 
@@ -402,10 +363,7 @@ def test_who_has_left_need_not_sign_a_snapshot(tmp_path):
     names = [f"worker-{n}" for n in range(3)]
     workers = make_workers(run, names, snapshot_every=4, deadline=0.5)
     states = [swarms.begin(worker) for worker in workers]
-    both = [
-        functools.partial(swarms.take_steps, x, 2, y) for x, y in zip(workers, states, strict=True)
-    ]
-    state = together(both)[0][0]
+    state = swarms.all_take_steps(workers, 2, states)[0][0]
     for worker in workers[1:]:
         worker.close()
     swarms.take_steps(workers[0], 6, state, slowly)

@@ -17,6 +17,8 @@ from demo_optax.swarm import Left, Member, SwarmError, read_history, status
 from tests import swarms
 from tests.sweeps import sweep
 
+pytestmark = pytest.mark.usefixtures("virtual_waits")
+
 WORKERS, EVERY = 4, 3
 
 SPARSE = demo_optax.Compression(8, 8, value_coding="int2", transform="identity")

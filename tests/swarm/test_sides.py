@@ -18,6 +18,8 @@ from demo_optax.swarm import Member
 from tests.members import NAMES, Run, everybody, exchange, physical, signed_manifest
 from tests.swarms import together
 
+pytestmark = pytest.mark.usefixtures("virtual_waits")
+
 
 def send_all(run, joined, step):
     """All send, and the last one decides; returns the references."""
@@ -39,11 +41,6 @@ def hide(run, member, step, ref):
 def index_of(run, step, **chain):
     file, empty = f"snapshots/{step:08d}/{'0' * 32}", "0" * 64
     return SnapshotIndex(step, file, 1, empty, empty, roster=run.roster().name, **chain)
-
-
-@pytest.fixture
-def run(tmp_path):
-    return Run(tmp_path)
 
 
 def test_a_member_that_decides_the_first_step_alone_gains_nothing(run):
@@ -205,10 +202,7 @@ def test_packets_that_are_gone_after_the_decision_are_put_back_by_who_sent_them(
     """Each has its own packet alone when all of them are deleted."""
     joined = run.members(deadline=30.0, min_workers=3)
     everybody(joined, 0)
-    read, waiting = Member._read, threading.Barrier(3, action=lambda: delete())
-
-    def delete():
-        run.anybody.delete(physical(run, "packets/00000001"))
+    read, gone = Member._read, threading.Event()
 
     def decided_unread(member, step, packets, size=None):
         packets = list(packets)
@@ -217,7 +211,10 @@ def test_packets_that_are_gone_after_the_decision_are_put_back_by_who_sent_them(
             member._packets = {x: y for x, y in member._packets.items() if x.member == member.me}
             name = f"{member.slot:03d}.packet"
             member._steps._said[1] = {name: member._steps._said[1][name]}
-            waiting.wait(timeout=20)
+            if len(seen) == 3:
+                run.anybody.delete(physical(run, "packets/00000001"))
+                gone.set()
+            assert gone.wait(timeout=20)
         return read(member, step, packets, size)
 
     seen: list[Member] = []

@@ -1,4 +1,4 @@
-"""A store in a folder, and what it does about requests that fail."""
+"""A store in a folder: what it does about requests that fail, and how many a step needs."""
 
 import concurrent.futures
 import itertools
@@ -6,8 +6,10 @@ import os
 import pathlib
 import random
 import re
+import statistics
 import subprocess
 import sys
+import threading
 from unittest import mock
 
 import obstore
@@ -20,7 +22,8 @@ from obstore.exceptions import (
 )
 
 from demo_optax._src.swarm import store as store_module
-from demo_optax.swarm import ObjectStore, Store, StoreError, SwarmError
+from demo_optax.swarm import Member, ObjectStore, Store, StoreError, SwarmError
+from tests.members import Counting, Run, everybody
 
 
 @pytest.fixture
@@ -282,3 +285,38 @@ def test_a_folder_without_permission_ends_at_once(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="Permission denied"):
         store.create("slots/000/000001", b"")
+
+
+def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path, monkeypatch):
+    """Once all have sent, so that it does not count how often a busy machine lets them look."""
+    names, send, all_sent = [f"m{n}" for n in range(16)], Member.send, threading.Barrier(16)
+
+    def together_with_all(*args):
+        sent = send(*args)
+        all_sent.wait(timeout=60)
+        return sent
+
+    monkeypatch.setattr(Member, "send", together_with_all)
+    (tmp_path / "closed").mkdir()
+    closed = Run(tmp_path / "closed", names)
+    settings = dict(slots=16, deadline=60.0, min_workers=16)
+    counting = Counting(ObjectStore(str(tmp_path / "open")))
+    open_members = [Member(counting, name, **settings) for name in names]
+    counting_closed = Counting(closed.anybody)
+    closed_members = [closed.member(name, inner=counting_closed, **settings) for name in names]
+    runs = (open_members, counting.counts), (closed_members, counting_closed.counts)
+    found = [], []
+    for step in range(8):
+        for (joined, counts), each in zip(runs, found, strict=True):
+            counts.clear()
+            everybody(joined, step)
+            each.append({name: counts.get(name, 0) / 16 for name in ("get", "put", "names")})
+
+    def usual(each, *names):
+        return statistics.median(sum(one[name] for name in names) for one in each[1:])
+
+    open_run, members_only = found
+    assert usual(members_only, "names") == 0 < usual(open_run, "names")
+    assert usual(members_only, "put") <= usual(open_run, "put") + 0.01
+    asked = [usual(each, "get", "put", "names") for each in found]
+    assert asked[1] <= asked[0]

@@ -19,6 +19,8 @@ from tests import swarms
 from tests.members import put_packet
 from tests.sweeps import slow, sweep
 
+pytestmark = pytest.mark.usefixtures("virtual_waits")
+
 OPTIMIZERS = {
     "demo_scaled": lambda **exchange: demo_optax.demo_scaled(1e-2, **exchange),
     "demo": lambda **exchange: demo_optax.demo(
