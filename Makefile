@@ -17,18 +17,14 @@ NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
 	$$p -c "" 2>/dev/null && echo $$p && break; done)
 
-.PHONY: train test tests test-all torture chaos versions oldest newest lint docs notebooks accelerators release-check clean
+.PHONY: train test test-all torture chaos versions oldest newest lint docs notebooks accelerators release-check clean
 
 # JAX takes fresh memory for every step on CPUs; in large pages touching it costs a fraction.
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 train: $(READY)
 	$(RUN) examples/compare.py $(ARGS)
 
-# The types take a core for some seconds, while tests have begun.
-test: $(READY)
-	$(MAKE) --jobs 2 lint tests
-
-tests: $(READY)
+test: lint
 	$(RUN) -m pytest -n 2 $(ARGS)
 
 test-all: lint
