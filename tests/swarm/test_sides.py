@@ -451,6 +451,22 @@ def test_a_snapshot_that_most_have_signed_says_which_side_goes_on(run):
     assert "most members signed a snapshot at 2 of others: it goes back" in paris.astray
 
 
+def test_a_snapshot_that_a_liar_signed_alone_settles_nothing(run):
+    joined, ones = run.members(deadline=0.3), [np.ones(4, np.float32)]
+    for step in range(2):
+        everybody(joined, step)
+    paris, rome, oslo = joined
+    fake = oslo.store.sign(9, PacketRef(*oslo.me, "1" * 64), "f" * 64)
+    run.anybody.put(*signed_manifest(run, "oslo", 9, [fake], "f" * 64))
+    head = records.head(records.decode(records.Manifest, oslo.store.get("manifests/00000009")))
+    chain = dict(head=head, since=9, roster=run.roster().name)
+    assert snapshots.is_attested(oslo.store, snapshots.write(oslo.store, 10, ones, slot=2, **chain))
+    for member in paris, rome:
+        member.send(2, b"a packet")
+    oslo._steps.send(2, PacketRef(*oslo.me, records.sha256(b"x")), b"x", "f" * 64, ())
+    assert paris._compare_chains(paris.store, 2) and not paris.astray
+
+
 def test_each_member_votes_for_what_it_has_followed_last():
     said = {slot: Said(head, PacketRef(slot, 1, ""), b"") for slot, head in enumerate("xxy")}
     followed = {"x": {2: 4}, "y": {0: 5, 1: 5, 2: 5, 3: 2}}
@@ -485,8 +501,9 @@ def test_who_waits_for_nobody_puts_manifests_that_are_gone_back_all_the_same(run
     (gone,) = physical(run, "manifests")
     run.anybody.delete([gone])
     everybody([paris, rome], 1)
-    time.sleep(0.3)
-    everybody([paris, rome], 2)
+    for step in 2, 3:  # one of them has looked at the first steps, by turns
+        time.sleep(0.3)
+        everybody([paris, rome], step)
     assert run.anybody.get(gone) is not None
 
 
@@ -501,7 +518,8 @@ def test_who_goes_back_past_its_own_turns_writes_nothing_twice_and_signs_what_it
 
     def take(member, step, writer):
         packets = tuple(x for x in manifests[step - 1].packets if x.slot == writer.slot)
-        turns[member].take(step, ones, 1, manifests[step - 1]._replace(packets=packets))
+        manifest = manifests[step - 1]._replace(packets=packets)
+        turns[member].take(step, ones, 1, manifest, is_past=True)
 
     for step in 2, 4:
         take(paris, step, paris)

@@ -144,7 +144,8 @@ class Member:
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._cut = 0  # the last step that went on without most of those who counted
-        self._compared = time.monotonic()  # its whole chain with the store's
+        self._compared = time.monotonic()  # steps of its chain with the store's,
+        self._checked = 0  # up to which step
         self.repeat: Callable[[], object] = lambda: None  # says again what somebody may delete
         self._left: set[MemberId] = set()  # members that said that they leave
         self._vain: dict[int, int] = {}  # the last step in which others waited for a slot in vain
@@ -513,15 +514,15 @@ class Member:
         self.astray = f"{why}: it goes back to a snapshot"
         self.tell(f"{self.unit} {step}: {self.astray}")
 
-    def _compare_chains(self, closed: MembersOnly, step: int, thorough: bool = True) -> bool:
-        """Tells whether no other side is larger than its own; looks at two steps, or at all.
+    def _compare_chains(self, closed: MembersOnly, step: int, within: range | None = None) -> bool:
+        """Tells whether no other side is larger than its own; looks at some steps, or at all.
 
         It goes back to a snapshot if it can follow a larger side from there. If its own is the
         largest, it puts its manifests in place again, where they are gone or others are there.
         """
-        self._compared = time.monotonic() if thorough else self._compared
+        thorough = within is None
         known = {n: x.manifest for n, x in sorted(self._decided.items()) if x.manifest}
-        own = {n: manifest for n, manifest in known.items() if thorough or n == step - 1}
+        own = {n: manifest for n, manifest in known.items() if within is None or n in within}
         stored = self._stored([*own, step])
         fork = sides.first_fork(own, stored, step)
         mine = own[fork].previous if fork in own else self.head(fork - 1)
@@ -529,7 +530,9 @@ class Member:
         votes = self._votes(closed, fork, mine, own, stored, said, thorough)
         others = {head: slots - {self.slot} for head, slots in votes.items() if head != mine}
         if thorough and any(others.values()):
-            signed = next(snapshots.attested(self.store, range(fork, sys.maxsize)), None)
+            counted = [x for n, x in self._counted.items() if n < fork]
+            voters = {slot for slot, _ in set().union(*counted) if self._steps.has(fork, slot)}
+            signed = snapshots.signed_by_most(closed, fork, voters)
             if signed is not None and self.head(signed.step - 1) != signed.head:
                 self._go_back(step, f"most members signed a snapshot at {signed.step} of others")
                 return False
@@ -569,6 +572,12 @@ class Member:
         votes = sides.votes(step, said, followed)
         return {x: {n for n in y if self._steps.has(step, n)} for x, y in votes.items()}
 
+    def _next_steps(self, step: int) -> range:
+        """Returns the next few steps to compare while there is no trouble, in turn."""
+        first = self._checked if self._checked < step else min(self._decided, default=step)
+        self._checked = first + MOST_FOLLOWED
+        return range(first, self._checked)
+
     def _silent(self, step: int) -> set[int]:
         """Returns who counted in the step before, and may still send a packet that follows it."""
         if not self._is_patient(step):
@@ -605,10 +614,12 @@ class Member:
             with self._transferring:
                 folder = self._steps.look(step, head, waits_for, thorough=is_over)
             away = folder.elsewhere
-            pause = self.deadline if away else self._patient_wait
-            is_due = looked - self._compared > pause
+            is_due = looked - self._compared > (self.deadline if away else self._patient_wait)
             if self._closed and (is_due or away - compared):
-                compared, is_ahead = away, self._compare_chains(self._closed, step, is_due)
+                within = range(step - 1, step)
+                if is_due:
+                    self._compared, within = looked, None if away else self._next_steps(step)
+                compared, is_ahead = away, self._compare_chains(self._closed, step, within)
             if self.astray:
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()

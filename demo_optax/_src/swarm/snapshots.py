@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -265,6 +265,16 @@ def attested(
             index = read_index(store, step, slot)
             if index is not None and is_attested(store, index, known):
                 yield index
+
+
+def signed_by_most(store: MembersOnly, first: int, voters: Set[int]) -> SnapshotIndex | None:
+    """Returns the newest snapshot from a step on that more than half of these members signed."""
+    for step, slot in [x for x in _newest(store) if x[0] >= first]:
+        with contextlib.suppress(Damaged):
+            index = read_index(store, step, slot)
+            if index and 2 * len(attesters(store, index) & voters) > len(voters):
+                return index
+    return None
 
 
 def attested_steps(store: Store, until: int = sys.maxsize, number: int | None = None) -> list[int]:
