@@ -337,7 +337,9 @@ def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
     for again in "", " --add paris.pub":
         shown = printed(f"roster run --owner owner.key{again}")
         assert shown == "roster 2 of run\n  slot 0: paris\n"
-    with pytest.raises(SystemExit, match="at 'run', but members only, roster 2: paris: give the"):
+    with pytest.raises(
+        SystemExit, match=r"at 'run' yet \(members only, roster 2: paris\): give the"
+    ):
         printed("swarm run --key paris.key --owner owner.pub")
     assert store.get("roster.json") == second == kept.read_bytes()
     Member(MembersOnly(store, "paris.key", "owner.pub")).exchange(0, b"a packet")

@@ -18,6 +18,8 @@ from demo_optax.swarm import Member
 from tests.members import NAMES, Run, everybody, exchange, physical, signed_manifest
 from tests.swarms import together
 
+ONES = [np.ones(4, np.float32)]
+
 pytestmark = pytest.mark.usefixtures("virtual_waits")
 
 
@@ -36,6 +38,15 @@ def hide(run, member, step, ref):
     run.anybody.delete([name])
     member._sent = {}
     return name, data
+
+
+def begun(run, *names, **settings):
+    """Members that go on from the first snapshot of their run, and this one."""
+    joined = run.members(*names, **settings)
+    first, _ = snapshots.read_newest(joined[0].store, ONES)
+    for member in joined:
+        member.go_on_from(first)
+    return joined, first
 
 
 def index_of(run, step, **chain):
@@ -131,34 +142,28 @@ def test_a_decided_step_is_believed_by_those_who_had_left(run):
 
 
 def test_a_run_goes_on_from_its_snapshot_once_most_are_taken_out(run):
-    joined, ones = run.members(deadline=0.3), [np.ones(4, np.float32)]
-    first, _ = snapshots.read_newest(joined[0].store, ones)
-    for member in joined:
-        member.go_on_from(first)
+    joined, _ = begun(run, deadline=0.3)
     for step in range(4):
         everybody(joined, step)
     chain = dict(head=joined[0].head(3), since=0, roster=run.roster().name)
-    index = snapshots.write(joined[0].store, 4, ones, slot=0, **chain)
+    index = snapshots.write(joined[0].store, 4, ONES, slot=0, **chain)
     for member in joined[1:]:
         snapshots.attest(member.store, index)
     everybody(joined, 4)
     run.change(without=["rome", "oslo"])
     alone = run.member("paris", deadline=0.3)
-    index, _ = snapshots.read_newest(alone.store, ones)
+    index, _ = snapshots.read_newest(alone.store, ONES)
     alone.go_on_from(index)
     assert index.step == 4 and [sorted(exchange(alone, n).packets) for n in (4, 5)] == [[0], [0]]
 
 
 def test_no_member_writes_another_beginning_of_a_run_that_has_begun(run):
-    joined, ones = run.members(deadline=0.3), [np.ones(4, np.float32)]
-    first, _ = snapshots.read_newest(joined[0].store, ones)
-    for member in joined:
-        member.go_on_from(first)
+    joined, first = begun(run, deadline=0.3)
     everybody(joined, 0)
     liar = joined[2].store
     snapshots.write(liar, 0, [np.full(4, 666, np.float32)], slot=2, roster=liar.roster.name)
     index, leaves = snapshots.read_newest(run.store("rome"), [np.zeros(4, np.float32)])
-    assert index == first and leaves[0].tolist() == ones[0].tolist()
+    assert index == first and leaves[0].tolist() == ONES[0].tolist()
 
 
 def test_who_left_and_came_back_is_waited_for_again_when_it_dies(run):
@@ -432,10 +437,7 @@ def test_a_manifest_of_a_liar_at_the_first_step_that_is_known_parts_nobody(run):
 
 
 def test_a_snapshot_that_most_have_signed_says_which_side_goes_on(run):
-    joined, ones = run.members(deadline=0.3), [np.ones(4, np.float32)]
-    first, _ = snapshots.read_newest(joined[0].store, ones)
-    for member in joined:
-        member.go_on_from(first)
+    joined, _ = begun(run, deadline=0.3)
     everybody(joined, 0)
     paris, rome, oslo = joined
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
@@ -445,14 +447,14 @@ def test_a_snapshot_that_most_have_signed_says_which_side_goes_on(run):
             member.receive(1)
             member.send(2, b"a packet")
     chain = dict(head=rome.head(1), since=0, roster=run.roster().name)
-    snapshots.attest(oslo.store, snapshots.write(rome.store, 2, ones, slot=1, **chain))
+    snapshots.attest(oslo.store, snapshots.write(rome.store, 2, ONES, slot=1, **chain))
     assert rome._compare_chains(rome.store, 2) and not rome.astray
     assert not paris._compare_chains(paris.store, 2)
     assert "most members signed a snapshot at 2 of others: it goes back" in paris.astray
 
 
 def test_a_snapshot_that_a_liar_signed_alone_settles_nothing(run):
-    joined, ones = run.members(deadline=0.3), [np.ones(4, np.float32)]
+    joined = run.members(deadline=0.3)
     for step in range(2):
         everybody(joined, step)
     paris, rome, oslo = joined
@@ -460,7 +462,7 @@ def test_a_snapshot_that_a_liar_signed_alone_settles_nothing(run):
     run.anybody.put(*signed_manifest(run, "oslo", 9, [fake], "f" * 64))
     head = records.head(records.decode(records.Manifest, oslo.store.get("manifests/00000009")))
     chain = dict(head=head, since=9, roster=run.roster().name)
-    assert snapshots.is_attested(oslo.store, snapshots.write(oslo.store, 10, ones, slot=2, **chain))
+    assert snapshots.is_attested(oslo.store, snapshots.write(oslo.store, 10, ONES, slot=2, **chain))
     for member in paris, rome:
         member.send(2, b"a packet")
     oslo._steps.send(2, PacketRef(*oslo.me, records.sha256(b"x")), b"x", "f" * 64, ())
@@ -508,18 +510,15 @@ def test_who_waits_for_nobody_puts_manifests_that_are_gone_back_all_the_same(run
 
 
 def test_who_goes_back_past_its_own_turns_writes_nothing_twice_and_signs_what_it_passes(run):
-    joined, ones = run.members("paris", "rome", deadline=0.5), [np.ones(4, np.float32)]
+    joined, first = begun(run, "paris", "rome", deadline=0.5)
     paris, rome = joined
-    first, _ = snapshots.read_newest(paris.store, ones)
-    for member in joined:
-        member.go_on_from(first)
     manifests = [everybody(joined, step)[0].manifest for step in range(4)]
     turns = {member: SnapshotTurns(member, 2) for member in joined}
 
     def take(member, step, writer):
         packets = tuple(x for x in manifests[step - 1].packets if x.slot == writer.slot)
         manifest = manifests[step - 1]._replace(packets=packets)
-        turns[member].take(step, ones, 1, manifest, is_past=True)
+        turns[member].take(step, ONES, 1, manifest, is_past=True)
 
     for step in 2, 4:
         take(paris, step, paris)
@@ -530,7 +529,9 @@ def test_who_goes_back_past_its_own_turns_writes_nothing_twice_and_signs_what_it
         paris.receive(step - 1), rome.receive(step - 1)
         if step % 2 == 0:
             take(paris, step, paris), take(rome, step, paris)
-            turns[rome]._compared.result(timeout=10)
+            (compared := turns[rome]._compared).result(timeout=10)
+    turns[rome].take(4, ONES, 1, manifests[3])
+    assert turns[rome]._compared is compared  # which nobody has fetched yet
     indices = [snapshots.read_index(paris.store, step, paris.slot) for step in (2, 4)]
     assert [snapshots.attesters(paris.store, x) for x in indices] == [{0, 1}, {0, 1}]
     assert paris.store.names("snapshots") == written and not paris.is_unheard

@@ -320,3 +320,8 @@ def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path, 
     assert usual(members_only, "put") <= usual(open_run, "put") + 0.01
     asked = [usual(each, "get", "put", "names") for each in found]
     assert asked[1] <= asked[0]
+
+
+def test_requests_of_a_thread_for_requests_wait_for_no_other_one():
+    found = store_module.in_parallel(lambda n: store_module.in_parallel(abs, [-n, n]), range(64))
+    assert found == [[n, n] for n in range(64)]

@@ -56,10 +56,8 @@ def run(args: argparse.Namespace) -> None:
     if shown and (kept := _kept(args.owner, shown.run)).exists():
         last = roster.parse(kept.read_bytes(), owner.public) or shown
         newest = max(shown, last, key=lambda x: x.number)  # if somebody put back an earlier one
-    if newest:
-        present = newest.members().values()
-        added = [x for x in added if args.without or x not in present]
-    if is_changed := bool(added or args.without):
+    present = newest.members().values() if newest else ()
+    if is_changed := bool(args.without) or any(x not in present for x in added):
         signed = roster.change(newest, owner, added, args.without)
         shown = newest = roster.parse(signed, owner.public)
         assert shown is not None  # the owner has just signed it

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     with _while_somebody_reads(), contextlib.suppress(*[KeyboardInterrupt] * is_watched):
         for history in swarm.watch_history(store, args.last) if store else [None]:
             if history is None or not history.names:
-                roster = f", but {history.access}" if history and args.key else ""
+                roster = f" yet ({history.access})" if history and args.key else ""
                 raise FileNotFoundError(
                     f"there is no run of a swarm at {args.url!r}{roster}: give the place that its "
                     "workers have as --swarm, and start them."

@@ -144,8 +144,8 @@ class Member:
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._cut = 0  # the last step that went on without most of those who counted
-        self._compared = time.monotonic()  # steps of its chain with the store's,
-        self._checked = 0  # up to which step
+        self._compared_at = time.monotonic()  # the time when it last compared its chain, and
+        self._compared_until = 0  # the step up to which it has while there was no trouble
         self.repeat: Callable[[], object] = lambda: None  # says again what somebody may delete
         self._left: set[MemberId] = set()  # members that said that they leave
         self._vain: dict[int, int] = {}  # the last step in which others waited for a slot in vain
@@ -543,8 +543,11 @@ class Member:
         decided = {after.previous if after else "", mine if fork in own else ""}
         best = sides.goes_on({**others, mine: hoped}, decided)
         if best != mine:
-            is_there = before is not None and sides.leads_to(best, before, said, after)
-            if is_there and self._is_valid(closed, fork - 1, stored[fork - 1]):
+            if (
+                before is not None
+                and sides.leads_to(best, before, said, after)
+                and self._is_valid(closed, fork - 1, before)
+            ):
                 others_go = f"{len(others[best])} members go on from another {self.unit} {fork - 1}"
                 self._go_back(step, f"{others_go} than this worker, whose side has {len(hoped)}")
         elif sides.goes_on({**others, mine: sure}, decided) == mine:
@@ -574,9 +577,10 @@ class Member:
 
     def _next_steps(self, step: int) -> range:
         """Returns the next few steps to compare while there is no trouble, in turn."""
-        first = self._checked if self._checked < step else min(self._decided, default=step)
-        self._checked = first + MOST_FOLLOWED
-        return range(first, self._checked)
+        first = self._compared_until
+        first = first if first < step else min(self._decided, default=step)
+        self._compared_until = first + MOST_FOLLOWED
+        return range(first, self._compared_until)
 
     def _silent(self, step: int) -> set[int]:
         """Returns who counted in the step before, and may still send a packet that follows it."""
@@ -597,8 +601,8 @@ class Member:
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
         logged, head = started, self._followed(step)
-        compared: Set[tuple[int, str]] = set()  # those with other heads, of whom
-        is_ahead = True  # it is known whether they are more
+        compared: Set[tuple[int, str]] = set()  # the last ones on other sides, and
+        is_ahead = True  # whether no side of theirs was larger
         waits_for = {slot for slot, _ in expected if slot != self.slot}
 
         def glance() -> None:
@@ -614,11 +618,11 @@ class Member:
             with self._transferring:
                 folder = self._steps.look(step, head, waits_for, thorough=is_over)
             away = folder.elsewhere
-            is_due = looked - self._compared > (self.deadline if away else self._patient_wait)
+            is_due = looked - self._compared_at > (self.deadline if away else self._patient_wait)
             if self._closed and (is_due or away - compared):
                 within = range(step - 1, step)
                 if is_due:
-                    self._compared, within = looked, None if away else self._next_steps(step)
+                    self._compared_at, within = looked, None if away else self._next_steps(step)
                 compared, is_ahead = away, self._compare_chains(self._closed, step, within)
             if self.astray:
                 return Manifest(step, (), head, time.time())

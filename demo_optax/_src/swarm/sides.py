@@ -2,7 +2,7 @@
 
 A manifest stands if it is valid and lists most of them. Two sides come about where members have
 decided a step differently, or where some could not read a packet. In the first step in which
-packets follow different heads each member has a vote: the head that its packet there follows.
+packets follow different heads each member has a vote, for the side that it has signed for last.
 """
 
 import contextlib
