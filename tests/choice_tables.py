@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from benchmarks.quality.tables import Mean
 from benchmarks.tools import pages
-from demo_optax._src.accounting.losses import measured_losses
+from demo_optax._src.accounting.choose import short
 from demo_optax._src.accounting.methods import methods
-from demo_optax._src.accounting.rules import short
 from demo_optax.accounting import Choice, MeasuredLoss, Method, choose
 
 PAGES = ("docs/how_to/choose.md",)
@@ -59,7 +58,7 @@ def _methods() -> str:
     heads = ["", "Method", "Times AdamW's rate", "Loss minus AdamW's", "Measured with"]
     lines = [heads, ["---"] * len(heads)]
     for method in methods(topk_back=128):
-        first, *others = [[_difference(x), _measured_with(x)] for x in measured_losses(method)]
+        first, *others = [[_difference(x), _measured_with(x)] for x in method.losses()]
         lines.append([f"**{method.row}**", _take(method), f"{method.rate:g}", *first])
         lines += [["", "", "", *other] for other in others]
     return _table(lines)

@@ -19,7 +19,7 @@ import demo_optax
 from benchmarks.quality import study, tables
 from benchmarks.tools import pages
 from demo_optax import accounting
-from demo_optax._src.accounting import devices, losses, methods
+from demo_optax._src.accounting import devices, methods
 from demo_optax._src.commands.quantities import bandwidth as bits
 from demo_optax.swarm import Member, ObjectStore
 from lm import setup, utilization
@@ -225,8 +225,8 @@ def test_thin_evidence_is_said():
 
 
 def test_the_losses_in_the_package_are_what_the_studies_found():
-    found = tables.losses(study.read(), losses.read_losses())
-    assert losses.LOSSES.read_text() == found, "run python -m benchmarks.quality write"
+    found = tables.losses(study.read(), methods.read_losses())
+    assert methods.LOSSES.read_text() == found, "run python -m benchmarks.quality write"
 
 
 def test_a_measurement_without_a_result_is_refused():
@@ -243,7 +243,7 @@ def test_the_page_has_what_is_chosen():
     for (_, *cells, _), bandwidth in zip(rows, choice_tables.LINKS.values(), strict=True):
         for cell, workers in zip(cells, choice_tables.WORKERS, strict=True):
             assert cell.startswith(f"**{row_by_hand(bandwidth, workers, 1e-3)}** ")
-    found = losses.read_losses()
+    found = methods.read_losses()
     largest, most = f"{found['largest_model'] / 1e6:.0f}M", found["most_workers"]
     assert f"The largest has {largest} parameters, and the most workers are {most}" in PAGE
 
@@ -254,7 +254,7 @@ IN_SWARM = {method.name: method for method in methods.methods_in_swarm()}
 
 
 def test_methods_have_measurements_by_their_names():
-    measured = losses.read_losses()["methods"]
+    measured = methods.read_losses()["methods"]
     assert list(BY_NAME | IN_SWARM) == list(measured) and all(measured.values())
 
 
@@ -386,13 +386,13 @@ def test_rounds_of_a_swarm_travel_during_the_next_round():
 
 def test_rates_are_those_of_the_runs_but_for_muon():
     for method in [*ALL, *IN_SWARM.values()]:
-        loss = losses.measured_loss(method, workers=8)
+        loss = method.loss(workers=8)
         if method.name != "Muon, all-reduce":
             assert loss.rate == method.rate
 
 
 def test_losses_are_those_of_the_closest_number_of_workers():
-    found = [losses.measured_loss(BY_NAME["demo_muon"], n).workers for n in (1, 22, 23, 999)]
+    found = [BY_NAME["demo_muon"].loss(n).workers for n in (1, 22, 23, 999)]
     assert found == [8, 8, 64, 64]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import Queue
 
 from benchmarks.tools import pages
-from demo_optax._src.accounting.losses import LOSSES, read_losses
+from demo_optax._src.accounting.methods import LOSSES, read_losses
 
 from . import pictures, tables
 from .study import Job, Result, Study, read

@@ -1,11 +1,11 @@
 """Computes bytes and seconds over a link from shapes alone, and chooses what to send."""
 
-from demo_optax._src.accounting.candidates import Candidate as Candidate
-from demo_optax._src.accounting.candidates import Memory as Memory
+from demo_optax._src.accounting.choose import Candidate as Candidate
 from demo_optax._src.accounting.choose import Choice as Choice
+from demo_optax._src.accounting.choose import Memory as Memory
 from demo_optax._src.accounting.choose import choose as choose
 from demo_optax._src.accounting.devices import estimate_compute_time as estimate_compute_time
-from demo_optax._src.accounting.losses import MeasuredLoss as MeasuredLoss
+from demo_optax._src.accounting.methods import MeasuredLoss as MeasuredLoss
 from demo_optax._src.accounting.methods import Method as Method
 from demo_optax._src.accounting.traffic import IndexCost as IndexCost
 from demo_optax._src.accounting.traffic import StepTime as StepTime

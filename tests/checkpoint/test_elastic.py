@@ -251,7 +251,7 @@ def test_shards_that_end_in_other_blocks_are_refused(tmp_path):
     with (
         Checkpointer(tmp_path, tx, one, **settings) as checkpointer,
         pytest.raises(
-            ValueError, match=r"'shards': \[1, 2\]}, but the optimizer has .*'shards': \[1, 1\]}"
+            ValueError, match=r"'8 in blocks of 6'\], but the optimizer has .*'16 in blocks of 6'\]"
         ),
     ):
         checkpointer.restore(params)

@@ -7,10 +7,15 @@ an axis, and waits for packets in B alone.
 
 import dataclasses
 import json
-from typing import Any
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from demo_optax._src.compression import Compression
 from demo_optax._src.exchange import AllGather, Delayed, Exchange, TwoPhase
+
+LOSSES = Path(__file__).with_name("losses.json")
+"""Names the studies of each method; ``python -m benchmarks.quality write`` adds their losses."""
 
 LOCAL_STEPS = 30
 SIGNS = Compression(32, value_coding="sign", selection="bins")
@@ -19,6 +24,39 @@ SPARSE_64 = Compression(64, value_coding="int2", transform="identity")
 SPARSE_512 = dataclasses.replace(SPARSE_64, topk=512)
 GATHER, OWNERS = AllGather("data"), TwoPhase("data", value_coding_back="int4")
 NOT_IN_TRAINER = "Muon, all-reduce", "DiLoCo int8, all-gather", "DiLoCo int8, two phases"
+
+
+class MeasuredLoss(NamedTuple):
+    """The loss of a method minus that of AdamW, in nats per byte of held-out text.
+
+    Attributes:
+      study, method: the study in ``benchmarks/quality/studies.yaml``, and its method.
+      difference: mean of the differences on each seed.
+      error: its standard error; None for one seed.
+      seeds, workers, parameters, steps: their numbers in the runs.
+      rate: the learning rate as a multiple of AdamW's.
+      differs: how the runs differ from what they stand for, if they do.
+
+    Example:
+      >>> MeasuredLoss("final", "DeMo-Muon", -0.042, 0.007, 3, 8, 1_081_344, 1020, 1.0).difference
+      -0.042
+    """
+
+    study: str
+    method: str
+    difference: float
+    error: float | None
+    seeds: int
+    workers: int
+    parameters: int
+    steps: int
+    rate: float
+    differs: str = ""
+
+
+def read_losses() -> Any:
+    """Returns what the studies measured: their largest model, most workers, and the methods."""
+    return json.loads(LOSSES.read_text())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +110,17 @@ class Method:
         """What it sends and how; None for an all-reduce."""
         late = self.row in ("CE" if self.in_swarm else "CD")
         return self.sent and (self.sent, Delayed(self.exchange) if late else self.exchange)
+
+    def losses(self) -> list[MeasuredLoss]:
+        """Returns all measured losses, and how each was measured in another way."""
+        losses = [MeasuredLoss(**entry) for entry in read_losses()["methods"][self.name]]
+        rates = ["" if x.rate == self.rate else f"{x.rate:g} times AdamW's rate" for x in losses]
+        pairs = zip(losses, rates, strict=True)
+        return [x._replace(differs=", ".join(filter(None, (x.differs, rate)))) for x, rate in pairs]
+
+    def loss(self, workers: int) -> MeasuredLoss:
+        """Returns the loss of the runs whose number of workers is closest, as a ratio."""
+        return min(self.losses(), key=lambda loss: abs(math.log(loss.workers / workers)))
 
     @property
     def code(self) -> str:

@@ -15,7 +15,7 @@ from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.blocks import block_geometry
 from demo_optax._src.compression.top_k import TopK
 from demo_optax._src.decoupled import decoupled_momentum
-from demo_optax._src.exchange import AllGather, Delayed, Exchange
+from demo_optax._src.exchange import AllGather, Exchange
 from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.fragments import plan_of_fragment, require_divides
 from demo_optax._src.parallel import shards
@@ -57,11 +57,9 @@ def packet_bytes(
 ) -> int:
     """Returns the bytes that each worker hands to the collectives of one update.
 
-    With local steps this is the last update of a round, or that of a fragment. Any optax chain will
-    do, since its update is only traced and nothing is computed. The bytes are those of the operands
-    of all collectives, on every pass of a scan and in the largest branch of a condition. For an
-    optimizer without an axis, as in a swarm, they are those of ``outbox.packet``, which another
-    transport carries.
+    With local steps this is the last update of a round, or that of a fragment. The update of any
+    optax chain is only traced, and nothing is computed. For an optimizer without an axis, as in a
+    swarm, they are the bytes of ``outbox.packet``. ``docs/explanation/bytes.md`` says what counts.
 
     Args:
       tx_or_compression: an optax transformation that is not yet wrapped by `stack_workers`, or a
@@ -75,9 +73,7 @@ def packet_bytes(
       exchange: exchange for a compression alone; `demo_optax.AllGather` by default.
 
     Returns:
-      The bytes, summed over the worker's devices. They are those of the packet for
-      `decoupled_momentum`, those of the dense gradient for `mean_over_workers`, and 0 for a single
-      worker (``axis_name=None``).
+      The bytes, summed over the worker's devices; 0 for a single worker.
 
     Raises:
       ValueError: the optimizer does not exchange over ``axis_name``, and has no ``send`` and
@@ -92,11 +88,6 @@ def packet_bytes(
     """
     tx = tx_or_compression
     checks.require_unwrapped(tx)
-    if mesh is None and param_specs is not None:
-        raise ValueError(
-            f"param_specs={param_specs} say how a worker's devices share its parameters, but only "
-            "the mesh says how many devices there are: give mesh as well."
-        )
     params = checks.shapes_of("parameter", params)
     is_worker = axis_name is not None
     if is_worker and isinstance(tx, SplitTransformation) and tx.exchange.axis_name is None:
@@ -232,11 +223,6 @@ def _traffic(sent: Setting | str, params, workers: int, fragments: int | None) -
         size = dense_bytes(params, BYTES[sent])
         return Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
     compression, exchange = sent if isinstance(sent, tuple) else (sent, AllGather())
-    if fragments is not None and isinstance(exchange, Delayed):
-        raise ValueError(
-            f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
-            f"them, but the exchange is {exchange}: leave out the delay or the fragments."
-        )
     return exchange.traffic(_plan(compression, params, fragments), workers)
 
 
@@ -293,8 +279,8 @@ def step_times(
     All collectives are rings of ``N`` workers. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N``
     over each link in ``2 (N-1)`` rounds, an all-gather of packets of ``B`` bytes sends ``B (N-1)``
     in ``N-1`` rounds, and each of two phases sends ``B (N-1)/N``. A delayed exchange overlaps with
-    the compute of the next step, but not after local steps. That of fragments overlaps with it if
-    there are as many fragments as local steps.
+    the compute of the next step, but not after local steps; that of as many fragments as local
+    steps does.
 
     Args:
       params: arrays or shapes of the parameters.
@@ -305,17 +291,16 @@ def step_times(
       bandwidth: bits per second of each worker's link.
       latency: seconds per round.
       compute_time: seconds of a step without any exchange.
-      local_steps: number of steps of a round, which ends with one exchange
-        (`demo_optax.local_steps`).
+      local_steps: steps of a round of `demo_optax.local_steps`, which ends with one exchange.
       fragments: number of fragments in which the settings exchange the progress of a round.
 
     Returns:
-      A `StepTime` for each setting, and for a dense all-reduce of the gradient in two dtypes:
-      ``"AdamW, float32"`` and ``"AdamW, bfloat16"``. With ``local_steps > 1`` there are also those
-      of a round, whose names begin with ``"DiLoCo"``.
+      A `StepTime` for each setting, which is ``"DeMo"`` if there is one, and for a dense all-reduce
+      of the gradient: ``"AdamW, float32"`` and ``"AdamW, bfloat16"``, and in rounds of local steps
+      also ``"DiLoCo, float32"`` and ``"DiLoCo, bfloat16"``.
 
     Raises:
-      TypeError, ValueError: a number is out of range, or an exchange of fragments is delayed.
+      TypeError, ValueError: a number is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._src.arrays import widest
-from demo_optax._src.checkpoint.description import by_path, from_paths, is_of_exchange
+from demo_optax._src.checkpoint.description import (
+    by_path,
+    from_paths,
+    is_of_exchange,
+    require_same,
+)
 from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.packet import Message
-from demo_optax._src.compression.settings import settings_of_text
+from demo_optax._src.compression.settings import MomentumFormat, settings_of_text
 from demo_optax._src.exchange.protocol import divide
 from demo_optax._src.fragments import Cutter
 
@@ -25,9 +31,12 @@ def convert(state: dict, saved: dict, like, needed: dict):
     shapes, dtypes and shardings, as ``needed`` describes it. What exchanges keep goes back into the
     momenta.
     """
+    targets = by_path(like, "opt_state")
+    kept = {k for x in (saved, needed) for k in x["over"] if is_of_exchange(k, x)}
+    require_same("opt_state", targets.keys() - kept, state.keys() - kept)
     _require_same_format(saved, needed)
     state, result = state | put_back(state, saved), {}
-    for name, target in by_path(like).items():
+    for name, target in targets.items():
         x = np.zeros(target.shape) if is_of_exchange(name, needed) else np.asarray(state[name])
         if name in needed["words"]:
             x = np.full(target.shape, needed["words"][name], np.uint32)
@@ -36,8 +45,8 @@ def convert(state: dict, saved: dict, like, needed: dict):
         if x.shape != target.shape:
             raise ValueError(
                 f"the optimizer state{name} was saved with shape {state[name].shape}, which does "
-                f"not fit the {target.shape} that is needed. Restore it with the model and the "
-                "optimizer that it was saved with."
+                f"not fit the {target.shape} that is needed. Restore it with the model, the "
+                "optimizer and the fragments that it was saved with."
             )
         x = x.astype(target.dtype)
         result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)
@@ -51,66 +60,68 @@ def put_back(state: dict, saved: dict) -> dict:
     displacement, as it does when a result comes.
     """
     result: dict[str, np.ndarray] = {}
+    empty = np.zeros(0, np.int32)  # which is not stored
+    state = dict.fromkeys(saved["over"], empty) | state
     for path, own in saved["states"].items():
-        holder, outbox = own["holder"], f"{own['holder']}.pending.outbox"
-        settings, shapes = _settings_of(own["settings"]), tuple(map(tuple, own["shapes"]))
+        holder, shapes = own["holder"], tuple(map(tuple, own["shapes"]))
+        settings = Compression(**_settings_of(own["compression"] or own["format"]))
         count, number, step = 1, 0, state[f"{path}.count"] - 1
-        if own["fragments"]:
-            count, number = own["fragments"], int(state[f"{holder}.round"]) % own["fragments"]
+        if holder not in (None, path):
+            count = state[f"{holder}.weight"].shape[-1]
+            number = int(state[f"{holder}.round"]) % count
             step = state[f"{path}.count"][number]
             result[f"{path}.sent"] = np.zeros_like(state[f"{path}.sent"])
-            result |= _without_progress(state, saved, holder, settings, count, number)
+            result |= _without_progress(state, holder, Cutter(settings, count), number)
             settings = dataclasses.replace(settings, block_rule="stack")
-        plan = make_plan(settings, shapes)
+        plan, outbox = make_plan(settings, shapes), f"{holder}.pending.outbox"
+        momenta = [k for k, x in state.items() if k.startswith(f"{path}.momentum") and x.size]
         for device in np.ndindex(*saved["sizes"]):
-            shard = functools.partial(_shard, state, saved, device)
+            place = functools.partial(_place, state, saved, device)
             messages: list[Any] = [None] * count
-            if own["pending"]:
-                flat = [shard(f"{outbox}.message.{name}") for name in Message._fields]
-                messages[number] = flat, shard(f"{outbox}.factor"), step
-            owed = _owed(plan, state, saved, path, device, count)
+            if holder is not None:
+                names = [f"{outbox}.message.{name}" for name in Message._fields]
+                *flat, factor = [state[k][place(k)].ravel() for k in (*names, f"{outbox}.factor")]
+                messages[number] = flat, factor, step
+            owed = _owed(plan, state, f"{path}.exchange.residual", place, count)
             added = list(map(functools.partial(_added, plan), owed, messages))
-            for name, *parts in zip(own["momenta"], *added, strict=True):
-                if name in state:
-                    old, at = state[name], _place(state, saved, device, name)
-                    new = result.setdefault(name, old.astype(widest(old.dtype)))
-                    # Devices with equal shards put back equal messages.
-                    new[at] = old[at] + np.concatenate(parts).reshape(old[at].shape)
+            parts = [np.concatenate(x) for x in zip(*added, strict=True) if x[0].size]
+            for name, part in zip(momenta, parts, strict=True):
+                old, at = state[name], place(name)
+                new = result.setdefault(name, old.astype(widest(old.dtype)))
+                # Devices with equal shards put back equal messages.
+                new[at] = old[at] + part.reshape(old[at].shape)
     return result
 
 
-def _settings_of(saved: dict) -> Compression:
+def _settings_of(saved: dict) -> dict:
     """Returns the settings of a description; this process has made those of the user's own."""
     settings = dict(saved)
-    for name, setting in saved.items():
-        if isinstance(setting, dict):
-            settings[name] = settings_of_text(setting["own"])
-            if settings[name] is None:
-                raise ValueError(
-                    f"the checkpoint was saved with {name}={setting['own']}, which this process "
-                    "has not made, and the restore needs it because workers or settings changed: "
-                    f"call demo_optax.Compression({name}=...) with it before you restore."
-                )
-    return Compression(**settings)
+    for name in [name for name, setting in saved.items() if isinstance(setting, dict)]:
+        settings[name] = settings_of_text(saved[name]["own"])
+        if settings[name] is None:
+            raise ValueError(
+                f"the checkpoint was saved with {name}={saved[name]['own']}, which this process "
+                "has not made, and the restore needs it because workers or settings changed: "
+                f"call demo_optax.Compression({name}=...) with it before you restore."
+            )
+    return settings
 
 
-def _without_progress(
-    state: dict, saved: dict, holder: str, settings: Compression, count: int, number: int
-) -> dict:
+def _without_progress(state: dict, holder: str, cutter: Cutter, number: int) -> dict:
     """Returns displacements without the progress of a fragment under way."""
-    names = [name for name in saved["over"] if name in state]
-    places = [name for name in names if name.startswith(f"{holder}.displacement")]
-    displacement = [state[name] for name in places]
-    prefix = f"{holder}.pending.outbox.progress"
-    progress = [state[name] for name in names if name.startswith(prefix)]
 
-    cutter, at = Cutter(settings, count), jnp.int32(number)
+    def leaves(prefix: str) -> dict:
+        return {name: x for name, x in state.items() if name.startswith(f"{holder}.{prefix}")}
 
-    def moved(displacement, progress):
+    displacement, at = leaves("displacement"), jnp.int32(number)
+
+    def moved(displacement: list, progress: list):
         left = jax.tree.map(jnp.add, cutter.cut(displacement, at), tuple(progress))
         return cutter.put(left, displacement, at)
 
-    return dict(zip(places, map(np.asarray, jax.vmap(moved)(displacement, progress)), strict=True))
+    progress = list(leaves("pending.outbox.progress").values())
+    new = jax.vmap(moved)(list(displacement.values()), progress)
+    return dict(zip(displacement, map(np.asarray, new), strict=True))
 
 
 def _place(state: dict, saved: dict, device: tuple[int, ...], name: str) -> tuple[slice, ...]:
@@ -125,27 +136,18 @@ def _place(state: dict, saved: dict, device: tuple[int, ...], name: str) -> tupl
     return tuple(index)
 
 
-def _shard(state: dict, saved: dict, device: tuple[int, ...], name: str) -> np.ndarray:
-    """Returns the elements of a device's shard of a leaf. Empty arrays are not stored."""
-    if name not in state:
-        return np.zeros(0, np.int32)
-    return state[name][_place(state, saved, device, name)].reshape(-1)
-
-
-def _owed(
-    plan: Plan, state: dict, saved: dict, path: str, device: tuple[int, ...], count: int
-) -> list[tuple]:
+def _owed(plan: Plan, state: dict, prefix: str, place: Callable, count: int) -> list[tuple]:
     """Returns what all owners have yet to send of a device's blocks, by fragment and section."""
     sections = []
     for number, section in enumerate(plan.sections):
-        name, n = f"{path}.exchange.residual[{number}]", section.selector.n
+        name, n = f"{prefix}[{number}]", section.selector.n
         owed = np.zeros((count, section.num_blocks, n), np.float32)
         if name in state:
-            of_owners = state[name][:, *_place(state, saved, device, name)[1:]]
+            of_owners = state[name][:, *place(name)[1:]]
             shares = of_owners.reshape(len(of_owners), count, -1, n).swapaxes(0, 1)
             owed = shares.reshape(count, -1, n)[:, : section.num_blocks]
         sections.append(owed)
-    return [tuple(owed[number] for owed in sections) for number in range(count)]
+    return list(zip(*sections, strict=True)) or [()] * count
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -194,15 +196,24 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
 
 
 def _require_same_format(saved: dict, needed: dict) -> None:
-    for path, old in saved["states"].items():
-        new = needed["states"][path]
-        pairs = [(name, x, new["momenta"][name]) for name, x in old["momenta"].items()]
-        fragments = [{"fragments": state["fragments"]} for state in (old, new)]
-        for name, held, expected in [*pairs, (path, *fragments)]:
+    """Refuses momenta of another transform, or that are cut into other blocks."""
+    for path, new in needed["states"].items():
+        pairs = zip(_meaning(saved["states"][path]), _meaning(new), strict=True)
+        for held, expected in pairs:
             if held != expected:
                 raise ValueError(
-                    f"the optimizer state{name} of the checkpoint is stored as {held}, but the "
-                    f"optimizer has {expected}: restore it with the old transform, block_side, "
-                    "block_rule, shards and fragments, or take the parameters alone with "
+                    f"the optimizer state{path}.momentum of the checkpoint is stored as {held}, "
+                    f"but the optimizer has {expected}: restore it with the old transform, "
+                    "block_side, block_rule and shards, or take the parameters alone with "
                     "demo_optax.checkpoint.load_params and begin with a new state."
                 )
+
+
+def _meaning(described: dict) -> Iterator[Any]:
+    """Yields the format of momenta, and how each of a device's tensors is cut into blocks."""
+    yield described["format"]
+    momentum_format = MomentumFormat(**_settings_of(described["format"]))
+    for shape in described["shapes"]:
+        own = momentum_format.geometry(tuple(shape))
+        dims = zip(own.shape, own.sides, strict=True)
+        yield [f"{dim if dim % side else 'whole'} in blocks of {side}" for dim, side in dims]

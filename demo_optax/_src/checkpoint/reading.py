@@ -11,19 +11,22 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as orbax
 
 from demo_optax._src.checkpoint import description
-from demo_optax._src.checkpoint.digests import digests, template
+from demo_optax._src.checkpoint.digests import digests
 from demo_optax._src.parallel.processes import by_lead
 from demo_optax._src.parallel.shards import no_context_mesh
 from demo_optax._src.places import folder_of
 
 T = TypeVar("T")
+
+BY_PATH = object()
+"""In place of a tree, this stands for NumPy arrays by their paths."""
 
 _MACHINE_STATES = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"
 _MACHINE_ERRORS = errno.ENOMEM, errno.EMFILE, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT
@@ -57,10 +60,13 @@ def listed_steps(directory: str) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
 
 
-def steps_to_read(directory: str, step: int | None) -> list[int]:
-    """Returns the steps that the first process lists, or the one that is asked for.
+def newest_intact(
+    directory: str, step: int | None, read: Callable[[int], T]
+) -> tuple[T, set[int]] | None:
+    """Reads a step or the newest that is intact, and also returns newer ones, which are damaged.
 
-    Hosts that share a disk may see different lists of files, since they cache them.
+    It returns None if the first process lists no steps: hosts that share a disk may see different
+    lists of files, since they cache them.
     """
     wanted = None if step is None else operator.index(step)
     steps = by_lead(lambda: listed_steps(directory))
@@ -69,27 +75,24 @@ def steps_to_read(directory: str, step: int | None) -> list[int]:
             f"{directory} holds no checkpoint of step {wanted}; its steps are {steps}. Leave out "
             "step to read the latest."
         )
-    return [number for number in steps if wanted in (None, number)]
-
-
-def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) -> tuple[T, set[int]]:
-    """Reads the newest intact checkpoint and also returns the newer steps, which are damaged."""
     damaged: dict[int, str] = {}
-    for step in sorted(steps, reverse=True):
+    for number in [x for x in reversed(steps) if wanted in (None, x)]:
         try:
-            result = read(step)
+            result = read(number)
         except DamagedCheckpoint as error:
-            damaged[step] = str(error)
+            damaged[number] = str(error)
             continue
         if damaged:
             warnings.warn(
-                f"{directory}: took the checkpoint of step {step}, since newer ones are damaged: "
+                f"{directory}: took the checkpoint of step {number}, since newer ones are damaged: "
                 f"{'; '.join(damaged.values())}.",
                 stacklevel=3,
             )
         return result, set(damaged)
+    if not steps:
+        return None
     raise DamagedCheckpoint(
-        f"{directory} holds no checkpoint of {steps} that is intact: "
+        f"{directory} holds no checkpoint of {sorted(damaged)} that is intact: "
         f"{'; '.join(damaged.values())}. Restore what is damaged from a copy, and another "
         "format with the version that saved it, or start the run again in another folder."
     )
@@ -102,8 +105,7 @@ def on_all(step: int, fn: Callable[[], T]) -> T:
     try:
         result, failure = fn(), 0
     except Exception as error:
-        cause = first_cause(error)
-        reason, failure = in_a_line(cause), 2 if _is_of_machine(cause) else 1
+        reason, failure = cause_of(error), 2 if _is_of_machine(first_cause(error)) else 1
     finally:  # after an interrupt too, since the other processes wait here
         worst = int(np.max(multihost_utils.process_allgather(np.array(failure))))
     if worst == 2:
@@ -145,22 +147,34 @@ def load(directory: str, step: int, saved: dict[str, dict], trees: dict[str, Any
     """Returns some parts of a step, verified by their digests, as trees like the given ones.
 
     Where a given tree has shapes with shardings, the leaves are placed on devices, otherwise in the
-    host's memory. If a tree is None, NumPy arrays by their paths are returned.
+    host's memory.
     """
-    targets: dict[str, dict] = {part: {} for part in trees}
+    likes, targets = {part: {} for part in trees}, {}
     for part, tree in trees.items():
-        shape_at = {} if tree is None else description.by_path(tree, part)
-        for name, digest in saved[part].items():
-            x = shape_at.get(name)
-            sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
-            targets[part][name] = template(digest, sharding)
-    stored = {part: x for part, x in targets.items() if x}  # Orbax stores no empty parts
-    loaded = targets | on_all(step, lambda: _load(directory, step, stored))
-    on_all(step, lambda: _verify(loaded, saved))
+        arrays = {name: x for name, x in saved[part].items() if isinstance(x, dict)}
+        if tree is not BY_PATH:
+            likes[part] = description.by_path(tree, part)
+            shapes = {k: x["shape"] if k in arrays else () for k, x in saved[part].items()}
+            needed = [f"{k} of shape {np.shape(x)}" for k, x in likes[part].items()]
+            held = [f"{k} of shape {tuple(shape)}" for k, shape in shapes.items()]
+            description.require_same(part, needed, held)
+        if arrays:  # Orbax stores no empty parts
+            targets[part] = {k: _target(x, likes[part].get(k)) for k, x in arrays.items()}
+    found = on_all(step, lambda: _load(directory, step, targets) if targets else {})
+    on_all(step, lambda: _verify(found, saved))
+    loaded = {part: saved[part] | found.get(part, {}) for part in trees}
     return {
-        part: leaves if trees[part] is None else description.from_paths(leaves, trees[part])
-        for part, leaves in loaded.items()
+        part: loaded[part] if tree is BY_PATH else description.from_paths(loaded[part], tree)
+        for part, tree in trees.items()
     }
+
+
+def _target(digest: dict, like: Any) -> Any:
+    """Returns what Orbax restores a leaf to: an array on devices, or one of NumPy."""
+    x = jax.ShapeDtypeStruct(digest["shape"], jnp.dtype(digest["dtype"]))
+    if isinstance(like, jax.ShapeDtypeStruct) and like.sharding:
+        return x.update(sharding=like.sharding)
+    return np.empty(x.shape, x.dtype)
 
 
 @no_context_mesh()
@@ -189,20 +203,13 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
       ...     load_params(folder, params)["w"].sum()
       Array(16., dtype=float32)
     """
-    here = SingleDeviceSharding(jax.local_devices()[0])
 
     def shape(x):
-        sharding = getattr(x, "sharding", None) or here
+        sharding = getattr(x, "sharding", None)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    def read(folder: str, step: int) -> Any:
-        saved = description_of(folder, step)["leaves"]
-        if params is not None:
-            description.require_same("parameters", params, saved["params"])
-        wanted = None if params is None else jax.tree.map(shape, params)
-        return load(folder, step, saved, {"params": wanted})["params"]
-
-    return _read_newest(directory, step, read)
+    tree = BY_PATH if params is None else jax.tree.map(shape, params)
+    return _load_part(directory, "params", tree, step)
 
 
 @no_context_mesh()
@@ -224,31 +231,28 @@ def load_extra(directory: str | os.PathLike, extra, *, step: int | None = None):
       >>> import tempfile, jax, jax.numpy as jnp, demo_optax
       >>> from demo_optax.checkpoint import Checkpointer
       >>> mesh, params = jax.make_mesh((1,), ("data",)), {"w": jnp.ones((4, 4))}
-      >>> tx, extra = demo_optax.demo(1e-3, axis_name="data"), {"ema": params, "seed": 3}
+      >>> tx = demo_optax.demo(1e-3, axis_name="data")
       >>> opt_state = demo_optax.init_opt_state(tx, params, mesh)
       >>> with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, tx, mesh) as run:
-      ...     run.save(7, params, opt_state, extra, wait=True)
-      ...     load_extra(folder, extra)["seed"]
+      ...     run.save(7, params, opt_state, extra={"ema": params, "seed": 3}, wait=True)
+      ...     load_extra(folder, {"ema": params, "seed": 0})["seed"]
       3
     """
-
-    def read(folder: str, step: int) -> Any:
-        saved, wanted = description_of(folder, step)["leaves"], {"step": step, "tree": extra}
-        description.require_same("extra", wanted, saved["extra"])
-        return load(folder, step, saved, {"extra": wanted})["extra"]["tree"]
-
-    return _read_newest(directory, step, read)
+    return _load_part(directory, "extra", extra, step)
 
 
-def _read_newest(
-    directory: str | os.PathLike, step: int | None, read: Callable[[str, int], T]
-) -> T:
+def _load_part(directory: str | os.PathLike, part: str, tree: Any, step: int | None) -> Any:
     folder = absolute(directory)
-    if not (steps := steps_to_read(folder, step)):
+
+    def read(step: int) -> Any:
+        saved = description_of(folder, step)["leaves"]
+        return load(folder, step, saved, {part: tree})[part]
+
+    if (found := newest_intact(folder, step, read)) is None:
         raise FileNotFoundError(
             f"{directory} holds no checkpoint: give the folder that Checkpointer saves to."
         )
-    return newest_intact(folder, steps, lambda step: read(folder, step))[0]
+    return found[0]
 
 
 def _load(directory: str, step: int, wanted: dict) -> dict:
@@ -280,8 +284,10 @@ def first_cause(error: BaseException) -> BaseException:
     return first_cause(before) if before else error
 
 
-def in_a_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).partition("\n")[0][:400]
+def cause_of(error: BaseException) -> str:
+    """Returns the first line of what the first cause says."""
+    cause = first_cause(error)
+    return (str(cause) or type(cause).__name__).partition("\n")[0][:400]
 
 
 def _is_of_machine(error: BaseException) -> bool:

@@ -90,9 +90,8 @@ class Checkpointer:
         self._tx, self._where = tx, (mesh, axis_name or (), param_specs)
         self._directory, self._keep = reading.absolute(directory), keep
         self._damaged: set[int] = set()
-        self._orbax: orbax.training.Checkpointer | None = None
-        self._pending: int | None = None
-        self._last: int | None = None
+        self._last: int | None = None  # the step that was saved or restored last
+        self._writer: Any = None  # while a save is in progress
         epath.Path(self._directory).mkdir(parents=True, exist_ok=True)
 
     def __enter__(self):
@@ -112,10 +111,10 @@ class Checkpointer:
         Raises:
           OSError: the last save failed.
         """
-        try:
-            self._finish()
-        finally:
-            self._close_writer()
+        if self._writer is not None:
+            with self._one_line(self._last):
+                self._writer.close()
+            self._writer = None
 
     @property
     def latest(self) -> int | None:
@@ -123,8 +122,8 @@ class Checkpointer:
 
         The first process looks for it and tells the others.
         """
-        if self._pending is not None:
-            return self._pending
+        if self._writer is not None:
+            return self._last
         steps = by_lead(lambda: reading.listed_steps(self._directory))
         return max(set(steps) - self._damaged, default=None)
 
@@ -151,17 +150,16 @@ class Checkpointer:
         """
         step = operator.index(step)
         checks.static_integer("step", step, at_least=0)
-        # Orbax warns of a tree without arrays, so the step is stored with ``extra``.
-        trees = {"params": params, "opt_state": opt_state, "extra": {"step": step, "tree": extra}}
+        trees = {"params": params, "opt_state": opt_state, "extra": extra}
         leaves = {part: description.by_path(tree, part) for part, tree in trees.items()}
         try:
             if self._last != step:
-                self._finish()
+                self.close()
         finally:
             if self._last != step:
                 self._begin(step, leaves, params, opt_state)
             if wait:
-                self._finish()
+                self.close()
 
     def _begin(self, step: int, leaves: dict[str, dict], params, opt_state) -> None:
         """Begins to save in the background."""
@@ -175,53 +173,39 @@ class Checkpointer:
         leaves["extra"] = jax.device_get(leaves["extra"])
         placement = layout.find_layout(self._tx, params, *self._where)
         worker_axis.require_state(opt_state, placement)
-        described = description.describe(placement, opt_state)
-        described["leaves"] = {
-            part: {name: digests(x)[0] for name, x in named.items()}
-            for part, named in leaves.items()
-        }
-        with self._writing(step):
-            if self._orbax is None:
-                kept: Any = orbax.training.preservation_policies.LatestN(self._keep)
-                self._orbax = orbax.training.Checkpointer(
-                    self._directory, preservation_policy=kept, cleanup_tmp_directories=True
-                )
-            self._orbax.save_checkpointables_async(
+        described, arrays = description.describe(placement, opt_state), {}
+        described["leaves"] = leaves
+        for part, named in leaves.items():
+            if own := {k: x for k, x in named.items() if not isinstance(x, description.PLAIN)}:
+                arrays[part] = own  # Orbax refuses an empty part
+            leaves[part] = named | {name: digests(x)[0] for name, x in own.items()}
+        with self._one_line(step):
+            kept: Any = orbax.training.preservation_policies.LatestN(self._keep)
+            self._writer = orbax.training.Checkpointer(
+                self._directory, preservation_policy=kept, cleanup_tmp_directories=True
+            )
+            self._last = step
+            self._writer.save_checkpointables_async(
                 step,
-                {part: x for part, x in leaves.items() if x},  # Orbax refuses empty ones
+                arrays,
                 force=True,
                 overwrite=step in self._damaged,
                 custom_metadata=reading.sealed(described),
             )
-        self._last = self._pending = step
         self._damaged.discard(step)
 
-    def _close_writer(self) -> None:
-        writer, self._orbax = self._orbax, None
-        if writer is not None:
-            writer.close()
-
-    def _finish(self) -> None:
-        """Waits for the save in progress."""
-        step, self._pending = self._pending, None
-        if self._orbax is None or step is None:
-            return
-        with self._writing(step):
-            self._orbax.wait()
-
     @contextlib.contextmanager
-    def _writing(self, step: int) -> Iterator[None]:
+    def _one_line(self, step: int | None) -> Iterator[None]:
         """Forgets a save that fails, so that it can be tried again, and says why it failed."""
         try:
             yield
         except Exception as error:
-            self._last = None
+            writer, self._writer, self._last = self._writer, None, None
             with contextlib.suppress(Exception):
-                self._close_writer()
-            reason = reading.in_a_line(reading.first_cause(error))
+                writer.close()
             raise OSError(
-                f"step {step} could not be saved in {self._directory}: {reason}. The run can go "
-                "on: until a save succeeds, a restart begins from the one before."
+                f"step {step} could not be saved in {self._directory}: {reading.cause_of(error)}. "
+                "The run can go on: until a save succeeds, a restart begins from the one before."
             ) from error
 
     @shards.no_context_mesh()
@@ -247,11 +231,12 @@ class Checkpointer:
           UserWarning: newer checkpoints are damaged. They stay until later saves replace them.
         """
         self.close()
-        if not (steps := reading.steps_to_read(self._directory, step)):
-            return None
-        checkpoint, damaged = reading.newest_intact(
-            self._directory, steps, lambda step: self._read(step, params, extra)
+        found = reading.newest_intact(
+            self._directory, step, lambda step: self._read(step, params, extra)
         )
+        if found is None:
+            return None
+        checkpoint, damaged = found
         self._damaged |= damaged
         self._last = checkpoint.step
         return checkpoint
@@ -268,22 +253,12 @@ class Checkpointer:
             for tree, specs in ((params, placement.params), (state, placement.state))
         )
         exact = all(saved[key] == value for key, value in needed.items())
-        held, extra = saved["leaves"], {"step": step, "tree": extra}
-
-        def is_of_exchange(name: str) -> bool:
-            return any(description.is_of_exchange(name, x) for x in (saved, needed))
-
-        description.require_same("parameters", params, held["params"])
-        description.require_same("extra", extra, held["extra"])
-        description.require_same(
-            "optimizer state", state, held["opt_state"], is_of_exchange, shapes=exact
-        )
         # What is to be converted is read into the host's memory.
-        trees = {"params": params, "opt_state": state if exact else None, "extra": extra}
-        found = reading.load(self._directory, step, held, trees)
+        trees = {"params": params, "opt_state": state if exact else reading.BY_PATH, "extra": extra}
+        found = reading.load(self._directory, step, saved["leaves"], trees)
         if not exact:
             found["opt_state"] = convert(found["opt_state"], saved, state, needed)
-        return Checkpoint(step, found["params"], found["opt_state"], found["extra"]["tree"])
+        return Checkpoint(step, **found)
 
 
 def _with_sharding(x, sharding) -> jax.ShapeDtypeStruct:

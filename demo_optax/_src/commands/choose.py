@@ -10,17 +10,14 @@ import argparse
 import inspect
 import math
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from demo_optax._src.accounting.candidates import Candidate
-from demo_optax._src.accounting.choose import Choice, choose
+from demo_optax._src.accounting.choose import Candidate, Choice, choose, short
 from demo_optax._src.accounting.devices import PEAK_FLOPS, UTILIZATION, estimate_compute_time
 from demo_optax._src.accounting.methods import Method
-from demo_optax._src.accounting.rules import short
 from demo_optax._src.accounting.traffic import BYTES, uplink_bytes
 from demo_optax._src.commands.quantities import bandwidth, count, duration, flops, memory
 from demo_optax._src.commands.tables import plus_minus, print_table, with_unit
@@ -37,45 +34,43 @@ opt_state = demo_optax.init_opt_state(tx, params, mesh, "site", specs)
 step = demo_optax.make_train_step(loss_fn, tx, mesh, "site", param_specs=specs)"""
 
 
-def add_arguments(add: Callable[..., None]) -> None:
-    def need(name: str, parse: Callable, meaning: str) -> None:
-        add(f"--{name}", meaning, type=parse, required=True)
-
-    who, compute = dict(type=count, one_of="who"), dict(one_of="compute")
-    need("params", count, "number of parameters, as in 300M or 1.3B")
-    add("--workers", "number of workers, which are devices or groups of devices", **who)
-    add("--sites", "in place of --workers: sites, each of which is a worker", **who)
-    add("--nodes-per-site", "nodes that share the uplink of a site", 1, type=count)
-    add("--devices", "devices of a worker; with --sites, those of a node", 1, type=count)
-    need("bandwidth", bandwidth, "of each worker's link, per second, as in 100Mbit")
-    need("latency", duration, "half the time that ping shows, as in 20ms; with --swarm all of it")
-    alone = "time of a step of one worker that trains alone, as in 1s"
-    add("--compute-time", alone, type=duration, **compute)
-    in_place = "estimates the compute in place of --compute-time"
-    add("--device", in_place, choices=PEAK_FLOPS, **compute)
-    add("--flops", "the same, with the peak of another device, as in 400T", type=flops, **compute)
-    need("batch-tokens", count, "sequences in the batch of one worker times their length")
-    need("width", count, "width of the model, which is the size of an embedding")
-    add("--swarm", "compares what a swarm can carry, over a link to its store", action="store_true")
-    add("--upload", "with --swarm, at which a worker writes, if not --bandwidth", type=bandwidth)
-    dtypes = dict(choices=sorted(BYTES), default="bfloat16")
-    add("--dtype", "of the parameters and gradients, and of the moments of AdamW", **dtypes)
-    add("--memory", "of a worker, as in 80GB; takes nothing that needs more", type=memory)
+COUNT, ONE = dict(type=count, required=True), dict(type=count, default=1)
+WHO, COMPUTE = dict(type=count, one_of="who"), dict(one_of="compute")
+TIME, SPEED = dict(type=duration, required=True), dict(type=bandwidth, required=True)
+DTYPE = dict(choices=sorted(BYTES), default="bfloat16")
+ARGUMENTS = {
+    "--params": (COUNT, "number of parameters, as in 300M or 1.3B"),
+    "--workers": (WHO, "number of workers, which are devices or groups of devices"),
+    "--sites": (WHO, "in place of --workers: sites, each of which is a worker"),
+    "--nodes-per-site": (ONE, "nodes that share the uplink of a site"),
+    "--devices": (ONE, "devices of a worker; with --sites, those of a node"),
+    "--bandwidth": (SPEED, "of each worker's link, per second, as in 100Mbit"),
+    "--latency": (TIME, "half the time that ping shows, as in 20ms; with --swarm all of it"),
+    "--compute-time": (COMPUTE | dict(type=duration), "of a worker that trains alone, as in 1s"),
+    "--device": (COMPUTE | dict(choices=PEAK_FLOPS), "in place of the time, to estimate it"),
+    "--flops": (COMPUTE | dict(type=flops), "the same by the peak of a device, as in 400T"),
+    "--batch-tokens": (COUNT, "sequences in the batch of one worker times their length"),
+    "--width": (COUNT, "width of the model, which is the size of an embedding"),
+    "--swarm": (dict(action="store_true"), "compares what a swarm can carry to its store"),
+    "--upload": (dict(type=bandwidth), "with --swarm, of a worker that writes more slowly"),
+    "--dtype": (DTYPE, "of the parameters and gradients, and of the moments of AdamW"),
+    "--memory": (dict(type=memory), "of a worker, as in 80GB; takes nothing that needs more"),
+}
 
 
 def run(args: argparse.Namespace) -> None:
     given = vars(args)
-    names = given.keys() & inspect.signature(choose).parameters.keys() - {"compute_time"}
-    settings: dict[str, Any] = {name: given[name] for name in names}
-    settings.setdefault("workers", given.get("sites"))
-    if args.nodes_per_site > 1 and "sites" not in given:
+    sites, nodes = given.get("sites"), args.nodes_per_site
+    if nodes > 1 and not sites:
         raise ValueError(
-            f"--nodes-per-site {args.nodes_per_site} was given without --sites: give the number of "
-            "sites in place of --workers."
+            f"--nodes-per-site {nodes} was given without --sites: give the number of sites in "
+            "place of --workers."
         )
-    sites, estimated = None if "swarm" in given else given.get("sites"), ""
-    if (compute_time := given.get("compute_time")) is None:
-        devices = args.devices * (args.nodes_per_site if "sites" in given else 1)
+    names = given.keys() & inspect.signature(choose).parameters.keys() - {"compute_time"}
+    settings: dict[str, Any] = {"workers": sites} | {name: given[name] for name in names}
+    estimated, compute_time = "", given.get("compute_time")
+    if compute_time is None:
+        devices = args.devices * nodes
         peak = PEAK_FLOPS[args.device] if "device" in given else args.flops
         compute_time = estimate_compute_time(args.params, args.batch_tokens, peak * devices)
         estimated = f", estimated at {UTILIZATION:.0%} of the peak of {devices} device(s)"
@@ -102,9 +97,9 @@ def run(args: argparse.Namespace) -> None:
         half, double = (f"{x.chosen.method.row}: {x.chosen.method.name}" for x in others)
         print(f"If the compute takes half of the estimate, take {half}; if double, {double}.")
     print()
-    if sites:
+    if of_sites := bool(sites) and "swarm" not in given:
         _print_uplink(choice, args)
-    _print_lines(chosen, args, sites)
+    _print_lines(chosen, args, of_sites)
     for warning in choice.warnings:
         print(f"\nWarning: {warning}", end="")
     if chosen.method.in_swarm:
@@ -140,20 +135,28 @@ def _print_uplink(choice: Choice, args: argparse.Namespace) -> None:
     )
 
 
-def _print_lines(chosen: Candidate, args: argparse.Namespace, sites: int | None) -> None:
+def _print_lines(chosen: Candidate, args: argparse.Namespace, of_sites: bool) -> None:
     """Prints the lines of an optax loop, and the settings of the trainer."""
     method, rate, nodes = chosen.method, f"{chosen.learning_rate:.3g}", args.nodes_per_site
     code, flags = method.code, method.flags and f"{method.flags} --learning-rate {rate}"
-    if sites:  # fragments are parts of whole parameters, and only packets are sent once by copies
-        sizes: dict[str, Any] = dict(sites=sites, nodes=nodes, devices=args.devices)
-        sizes |= dict(axes='"fsdp"', parts=args.devices)
-        if not method.setting:
-            sizes |= dict(axes='("node", "fsdp")', parts=nodes * args.devices)
-        specs = "None" if method.fragments else "jax.tree.map(spec, params)"
-        code = OF_A_SITE.format(code=code.replace('"data"', '"site"'), specs=specs, **sizes)
-        processes = f"--coordinator HOST:PORT --num-processes {sites * nodes} --process-id 0"
-        several = f" --fsdp {nodes * args.devices} \\\n        {processes}  # site after site"
-        flags = None if method.fragments else flags and flags + several
+    if (
+        of_sites
+    ):  # fragments are parts of whole parameters, and only packets are sent once by copies
+        is_packet = bool(method.setting)
+        code = OF_A_SITE.format(
+            code=code.replace('"data"', '"site"'),
+            specs="None" if method.fragments else "jax.tree.map(spec, params)",
+            axes='"fsdp"' if is_packet else '("node", "fsdp")',
+            parts=args.devices if is_packet else nodes * args.devices,
+            sites=args.sites,
+            nodes=nodes,
+            devices=args.devices,
+        )
+        several = (
+            f" --fsdp {nodes * args.devices} \\\n        --coordinator HOST:PORT "
+            f"--num-processes {args.sites * nodes} --process-id 0  # site after site"
+        )
+        flags = flags + several if flags and not method.fragments else None
     multiple = "" if method.rate == 1 else f"{method.rate:g} times "
     print(f"    rate = {rate}  # or {multiple}the best rate of your AdamW")
     print(textwrap.indent(code, "    ") + "\n")

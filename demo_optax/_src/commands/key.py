@@ -6,11 +6,8 @@ demo-optax key paris
 import argparse
 import os
 import pathlib
-from collections.abc import Callable
 
-
-def add_arguments(add: Callable[..., None]) -> None:
-    add("name", "the name of the worker; NAME.key and NAME.pub are written")
+ARGUMENTS = {"name": ({}, "the name of the worker; NAME.key and NAME.pub are written")}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -8,16 +8,16 @@ demo-optax roster s3://bucket/run --owner owner.key
 import argparse
 import glob
 import pathlib
-from collections.abc import Callable
 
 from demo_optax._src.places import folder_of
 
-
-def add_arguments(add: Callable[..., None]) -> None:
-    add("place", "the run's place: a folder, s3://..., gs://... or az://...")
-    add("--owner", "the file of the owner's key", required=True)
-    add("--add", "files with the public lines of members to add", [], nargs="+", metavar="FILE")
-    add("--without", "names of members to take out", [], nargs="+", metavar="NAME")
+NAMES = dict(default=[], nargs="+")
+ARGUMENTS = {
+    "place": ({}, "the run's place: a folder, s3://..., gs://... or az://..."),
+    "--owner": (dict(required=True), "the file of the owner's key"),
+    "--add": (NAMES | dict(metavar="FILE"), "files with the public lines of members to add"),
+    "--without": (NAMES | dict(metavar="NAME"), "names of members to take out"),
+}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -7,9 +7,7 @@ demo-optax swarm s3://bucket/run --key paris.key --owner owner.pub
 
 import argparse
 import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterator
 
 from demo_optax._src.commands.tables import print_table
 from demo_optax._src.places import folder_of
@@ -18,24 +16,25 @@ ROUNDS = 10  # whose steps are printed
 CLEAR = "\x1b[H\x1b[2J"
 
 
-def add_arguments(add: Callable[..., None]) -> None:
-    add("url", "the run's place: a folder, s3://..., gs://... or az://...")
-    add("--key", "your key, if the run is for members only", None)
-    add("--owner", "the owner's public line", None)
-    add("--roster-at-least", "the lowest number of a roster to believe", 0, type=int)
-    add("--last", "steps to look at; 0 for all", 200, type=int)
-    add("--watch", "looks again every ten seconds, until Ctrl-C", action="store_true")
-    add("--picture", "also draws who took part when", None, metavar="FILE")
+TEXT = dict(default=None)
+ARGUMENTS = {
+    "url": ({}, "the run's place: a folder, s3://..., gs://... or az://..."),
+    "--key": (TEXT, "your key, if the run is for members only"),
+    "--owner": (TEXT, "the owner's public line"),
+    "--roster-at-least": (dict(default=0, type=int), "the lowest number of a roster to believe"),
+    "--last": (dict(default=200, type=int), "steps to look at; 0 for all"),
+    "--watch": (dict(action="store_true"), "looks again every ten seconds, until Ctrl-C"),
+    "--picture": (TEXT | dict(metavar="FILE"), "also draws who took part when"),
+}
 
 
 def run(args: argparse.Namespace) -> None:
     from demo_optax import swarm  # needs obstore, which the other commands do not
 
-    folder = folder_of(args.url)
-    is_there = folder is None or folder.is_dir()  # an ObjectStore would make the folder
-    store = _store_of(args) if is_there else None
-    is_watched = "watch" in args
-    with _while_somebody_reads(), contextlib.suppress(*[KeyboardInterrupt] * is_watched):
+    folder, is_watched = folder_of(args.url), "watch" in args
+    # An ObjectStore would make the folder.
+    store = _store_of(args) if folder is None or folder.is_dir() else None
+    with contextlib.suppress(*[KeyboardInterrupt] * is_watched):
         for history in swarm.watch_history(store, args.last) if store else [None]:
             if history is None or not history.names:
                 roster = f" yet ({history.access})" if history and args.key else ""
@@ -55,16 +54,6 @@ def run(args: argparse.Namespace) -> None:
             print("Ctrl-C ends this.\n", flush=True)
 
 
-@contextlib.contextmanager
-def _while_somebody_reads() -> Iterator[None]:
-    """Ends without a word once nobody reads what is printed, as after `| head`."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
-
-
 def _store_of(args: argparse.Namespace):
     """Returns the store of a run to look at, in which only members exist if a key is given."""
     from demo_optax import swarm
@@ -82,31 +71,28 @@ def _store_of(args: argparse.Namespace):
 
 
 def _print_steps(history) -> None:
-    unit, has_rounds = history.unit, history.unit == "round"
-    skipped = [history.skipped(index) for index in range(len(history.manifests))]
+    unit, manifests, rows = history.unit, history.manifests, []
+    columns = 5 if unit == "round" else 4
+    words = {0: "late", None: "away"}
     cells = {
         name: [
-            "skipped" if name in names else {0: "late", None: "away"}.get(n, n)
-            for n, names in zip(steps, skipped, strict=True)
+            "skipped" if name in history.skipped(index) else words.get(n, n)
+            for index, n in enumerate(steps)
         ]
         for name, steps in history.taken().items()
     }
-    rows = []
     for name, row in cells.items():
-        counted = [n for n in row if isinstance(n, int)]
-        numbers = len(counted), row.count("late"), row.count("skipped"), sum(counted)
-        rows.append((name, *numbers[: 3 + has_rounds]))
+        steps = [n for n in row if isinstance(n, int)]
+        numbers = name, len(steps), row.count("late"), row.count("skipped"), sum(steps)
+        rows.append(numbers[:columns])
     print()
     print_table(
         f"{unit.capitalize()}s in which each worker counted, was late, and had nothing finite"
-        + ("; its steps that counted" if has_rounds else ""),
-        ("worker", "counted", "late", "skipped", "steps")[: 4 + has_rounds],
+        + "; its steps that counted" * (unit == "round"),
+        ("worker", "counted", "late", "skipped", "steps")[:columns],
         *rows,
     )
-    if has_rounds:
-        numbers = [manifest.step for manifest in history.manifests]
-        print_table(
-            f"Steps of each worker in the last {len(numbers[-ROUNDS:])} rounds",
-            ("round", *cells),
-            *list(zip(numbers, *cells.values(), strict=True))[-ROUNDS:],
-        )
+    if unit == "round":
+        rounds = list(zip([m.step for m in manifests], *cells.values(), strict=True))[-ROUNDS:]
+        title = f"Steps of each worker in the last {len(rounds)} rounds"
+        print_table(title, ("round", *cells), *rounds)
