@@ -455,14 +455,6 @@ RAISED = [
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),
     # accounting
-    lambda: demo_optax.accounting.step_times(
-        model.init(),
-        (demo_optax.Compression(), demo_optax.Delayed(demo_optax.AllGather())),
-        2,
-        1e9,
-        local_steps=4,
-        fragments=2,
-    ),
     *[
         (
             r"got no opt_state.*demo_muon.*opt_state=opt_state",
@@ -473,7 +465,6 @@ RAISED = [
     lambda: demo_optax.local_parameters(model.init(), {"state": object()}),
     lambda: demo_optax.local_parameters(model.init(), {"displacement": model.init()}),
     displacement_without_paths,
-    lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
     exchange_in_a_while_loop,
     lambda: quantities.bandwidth("fast"),
     lambda: quantities.bandwidth("1GB"),

@@ -318,13 +318,14 @@ class Told:
 def test_a_second_process_takes_the_list_of_the_first(tmp_path, monkeypatch):
     (tmp_path / "1").mkdir()
     Told(monkeypatch, ([1, 2], None))
-    assert reading.steps_to_read(str(tmp_path), None) == [1, 2]
+    found = reading.newest_intact(str(tmp_path), None, lambda step: f"step {step}")
+    assert found == ("step 2", set())
 
 
 def test_a_second_process_raises_what_the_first_one_met(tmp_path, monkeypatch):
     Told(monkeypatch, (None, OSError("not today")))
     with pytest.raises(OSError, match="not today"):
-        reading.steps_to_read(str(tmp_path), None)
+        reading.newest_intact(str(tmp_path), None, lambda step: step)
 
 
 def test_a_step_that_a_process_does_not_see_is_passed_over_with_a_warning(saved, monkeypatch):

@@ -212,7 +212,7 @@ def test_a_random_key_of_the_optimizer_is_one_of_its_generator(tmp_path):
     with (
         jax.default_prng_impl("rbg"),
         Checkpointer(tmp_path, noisy(), workers.mesh_of(2)) as checkpointer,
-        pytest.raises(ValueError, match=r"optimizer state.*rng_key \(rbg\)"),
+        pytest.raises(ValueError, match=r"opt_state.*rng_key \(rbg\)"),
     ):
         checkpointer.restore(model.init())
 

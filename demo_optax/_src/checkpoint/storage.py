@@ -163,8 +163,7 @@ class Checkpointer:
 
     def _begin(self, step: int, leaves: dict[str, dict], params, opt_state) -> None:
         """Begins to save in the background."""
-        latest = self.latest
-        if latest is not None and latest >= step:
+        if (latest := self.latest) is not None and latest >= step:
             raise ValueError(
                 f"{self._directory} holds a checkpoint of step {latest} already, so that one "
                 f"of step {step} would never be the latest: save this run to another folder, "
@@ -236,10 +235,9 @@ class Checkpointer:
         )
         if found is None:
             return None
-        checkpoint, damaged = found
-        self._damaged |= damaged
-        self._last = checkpoint.step
-        return checkpoint
+        self._damaged |= found[1]
+        self._last = found[0].step
+        return found[0]
 
     def _read(self, step: int, params, extra) -> Checkpoint:
         """Reads and verifies one checkpoint and converts it for this mesh."""
@@ -249,7 +247,11 @@ class Checkpointer:
         state = jax.eval_shape(lambda x: worker_axis.init_opt_state(tx, x, *self._where), params)
         needed = description.describe(placement, state)
         params, state = (
-            jax.tree.map(_with_sharding, tree, shards.shardings(mesh, specs))
+            jax.tree.map(
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                tree,
+                shards.shardings(mesh, specs),
+            )
             for tree, specs in ((params, placement.params), (state, placement.state))
         )
         exact = all(saved[key] == value for key, value in needed.items())
@@ -259,7 +261,3 @@ class Checkpointer:
         if not exact:
             found["opt_state"] = convert(found["opt_state"], saved, state, needed)
         return Checkpoint(step, **found)
-
-
-def _with_sharding(x, sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -89,10 +89,9 @@ def run(args: argparse.Namespace) -> None:
         ("   row and method", *COSTS, *LOSSES),
         *[_cells(candidate, candidate is chosen) for candidate in choice.candidates],
     )
-    print(f"Take {chosen.method.row}: {chosen.method.name}.")
-    print(*choice.reasons, sep="\n")
     parts = [f"{size / 1e9:.3g} GB of {name}" for name, size in chosen.memory._asdict().items()]
-    print(f"Without activations a worker needs {', '.join(parts)} memory.")
+    needed = f"Without activations a worker needs {', '.join(parts)} memory."
+    print(f"Take {chosen.method.row}: {chosen.method.name}.", *choice.reasons, needed, sep="\n")
     if estimated:
         half, double = (f"{x.chosen.method.row}: {x.chosen.method.name}" for x in others)
         print(f"If the compute takes half of the estimate, take {half}; if double, {double}.")
@@ -139,9 +138,8 @@ def _print_lines(chosen: Candidate, args: argparse.Namespace, of_sites: bool) ->
     """Prints the lines of an optax loop, and the settings of the trainer."""
     method, rate, nodes = chosen.method, f"{chosen.learning_rate:.3g}", args.nodes_per_site
     code, flags = method.code, method.flags and f"{method.flags} --learning-rate {rate}"
-    if (
-        of_sites
-    ):  # fragments are parts of whole parameters, and only packets are sent once by copies
+    if of_sites:
+        # Fragments are parts of whole parameters, and only packets are sent once by copies.
         is_packet = bool(method.setting)
         code = OF_A_SITE.format(
             code=code.replace('"data"', '"site"'),

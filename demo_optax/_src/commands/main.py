@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["bytes"]:
+        sys.exit("error: bytes is gone: docs/explanation/bytes.md counts any model in a few lines.")
     args = make_parser().parse_args(arguments)
     try:
         args.run(args)
