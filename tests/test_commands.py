@@ -18,18 +18,20 @@ import pytest
 
 import demo_optax
 from benchmarks import hlo
-from demo_optax import accounting
+from demo_optax import Compression, accounting
 from demo_optax._src.commands import quantities
 from demo_optax._src.commands.main import main
 from demo_optax.swarm import Member, MembersOnly, ObjectStore
 from lm.config import from_command_line
 from lm.validation import require_sensible
+from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 CHOOSE = (
     "choose --params 300M --workers 16 --bandwidth 100Mbit --latency 20ms --compute-time 1s "
     "--batch-tokens 65536 --width 1024"
 )
+BYTES = "bytes --preset 300m --topk 8 --value-coding int4 --workers 64"
 
 
 OPEN = "open: whoever may write to the place may take part"
@@ -84,6 +86,10 @@ PRINTED = {
         "worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)",
         "python examples/train_lm.py --swarm s3://bucket/run --worker paris --opt",
         "docs/how_to/swarm.md shows how to make loss_fn, mesh and member.",
+    ],
+    f"{BYTES} --bandwidth 1Gbit": [
+        "319,946,752 parameters in 65 tensors",
+        "1,260,032 bytes a step",
     ],
 }
 
@@ -166,10 +172,20 @@ def test_choose_says_what_crosses_the_uplink_of_a_site(printed):
     assert "uplink" not in swarm and "2 workers with" in swarm
 
 
+def test_bytes_knows_every_exchange(printed):
+    shown = printed(f"{BYTES} --exchange two-phase --topk-back 16 --delay 1")
+    exchange = demo_optax.Delayed(demo_optax.TwoPhase("data", topk_back=16))
+    setting = Compression(topk=8, value_coding="int4"), exchange
+    time = accounting.step_times(accounting.preset_shapes("300m"), setting, 64, 1e9)["DeMo"]
+    assert f"Each of 64 workers gets {time.wire:,} bytes a step" in shown
+
+
 COMMAND_LINES = [
     CHOOSE,
     CHOOSE.replace("100Mbit", "400Gbit"),
     f"{CHOOSE} --swarm",
+    BYTES,
+    "bytes --help",
     "choose --help",
     "swarm --help",
     "--help",
@@ -222,8 +238,14 @@ def test_swarm_looks_at_a_store_and_needs_its_package(printed, tmp_path, monkeyp
     ("words", "complaint"),
     [
         ("", "the following arguments are required: COMMAND"),
-        ("bytes --preset 300m", "bytes is gone: docs/explanation/bytes.md counts any model"),
-        (CHOOSE.replace("100Mbit", "1GB"), "'1GB' counts bytes"),
+        ("bytes --topk 8", "required: --preset"),
+        ("bytes --preset 300m --topk-back 8", "--topk-back 8 is for --exchange two-phase"),
+        (
+            "bytes --preset 300m --local-steps 4 --fragments 2 --delay 1",
+            "fragments=2 come late anyway, so that local_steps takes no delay with them",
+        ),
+        slow("bytes --preset 300m --bandwidth 1GB", "'1GB' counts bytes"),
+        slow("bytes --preset 300m --topk 0", "topk must be at least 1"),
         (CHOOSE.replace("20ms", "20"), "argument --latency: '20' is no time: give a number and"),
         (CHOOSE.replace("16", "0"), "workers must be at least 1, not 0"),
         (CHOOSE.replace(" --width 1024", ""), "required: --width"),

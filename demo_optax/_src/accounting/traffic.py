@@ -23,17 +23,18 @@ from demo_optax._src.parallel.layout import find_layout
 from demo_optax._src.parallel.worker_axis import bytes_handed_over
 from demo_optax._src.transport import SplitTransformation, require_carried
 
+PRESETS = {"300m": 1024, "1b": 2048}
+"""Widths of the models in version 2 of Peng et al."""
+
 
 def preset_shapes(preset: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the parameter shapes in version 2 of Peng et al., with 16 layers of matrices only.
-
-    The presets are ``"300m"`` and ``"1b"``.
 
     Example:
       >>> sum(math.prod(leaf.shape) for leaf in preset_shapes("300m").values())
       319946752
     """
-    width = {"300m": 1024, "1b": 2048}[preset]
+    width = PRESETS[preset]
     layer = {
         "att_proj": (width, 3 * width),
         "att_out": (width, width),

@@ -9,10 +9,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from demo_optax._src.commands import choose, key, roster, swarm
+from demo_optax._src.commands import bytes_of, choose, key, roster, swarm
 
-DESCRIPTION = "Chooses an optimizer for a link, and looks after swarms."
-COMMANDS: dict[str, Any] = {"choose": choose, "swarm": swarm, "key": key, "roster": roster}
+DESCRIPTION = "Chooses an optimizer for a link, counts bytes, and looks after swarms."
+COMMANDS: dict[str, Any] = {
+    "choose": choose,
+    "bytes": bytes_of,
+    "swarm": swarm,
+    "key": key,
+    "roster": roster,
+}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -42,8 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["bytes"]:
-        sys.exit("error: bytes is gone: docs/explanation/bytes.md counts any model in a few lines.")
     args = make_parser().parse_args(arguments)
     try:
         args.run(args)

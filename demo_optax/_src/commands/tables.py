@@ -1,5 +1,6 @@
 """Numbers and tables as text."""
 
+import math
 import sys
 
 
@@ -18,6 +19,11 @@ def with_unit(value: float, unit: str) -> str:
     prefixes = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "u"}
     size = next((size for size in prefixes if value >= size), 1.0)
     return f"{value / size:.4g} {prefixes[size]}{unit}"
+
+
+def megabytes(size: float) -> str:
+    """Formats megabytes with two decimals, truncated as in the paper's table."""
+    return f"{math.floor(size / 1e4) / 100:.2f}"
 
 
 def print_table(title: str, *rows: tuple[object, ...]) -> None:
