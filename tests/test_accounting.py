@@ -143,7 +143,7 @@ OPTIMIZERS = {
 }
 
 
-@sweep("both", "dense rounds", "fragments", name=OPTIMIZERS)
+@sweep("dense rounds", "fragments", name=OPTIMIZERS)
 def test_counted_bytes_are_those_of_the_compiled_collectives(name):
     tx, mesh, batch = OPTIMIZERS[name], mesh_of(4), np.ones((8, 100), np.float32)
     params = {"w": jnp.zeros((100, 64)), "b": jnp.zeros(64)}

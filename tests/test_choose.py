@@ -5,8 +5,6 @@ import functools
 import math
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -404,17 +402,3 @@ def test_an_estimate_of_the_compute_is_six_flops_for_each_parameter_and_token():
 def test_the_trainer_knows_the_same_peaks():
     for peak in set(utilization.PEAK_FLOPS.values()):
         assert peak in devices.PEAK_FLOPS.values()
-
-
-def test_a_choice_starts_no_devices():
-    program = """
-import jax
-from demo_optax.accounting import choose
-print(choose(10**8, 16, 1e8, 0.02, 1.0, batch_tokens=4096, width=1024).chosen.method.row)
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 3)
-print(jax.device_count())
-"""
-    command = [sys.executable, "-c", program]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert shown == "D\n3\n"

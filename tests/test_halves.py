@@ -29,7 +29,7 @@ from tests.by_hand import (
 from tests.sweeps import sweep
 
 
-@pytest.mark.parametrize("name", MAKE)
+@sweep("demo", "demo_muon", "norm limit", name=MAKE)
 def test_eight_workers_over_files_train_as_with_shard_map(name, tmp_path):
     each = by_hand(name, 8, 5, tmp_path)
     params, state = by_shard_map(name, 8, 5)

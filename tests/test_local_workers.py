@@ -136,19 +136,6 @@ def test_an_inner_state_that_is_not_finite_begins_again_with_the_round():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
 
 
-@sweep("sparseloco", name=BOTH)
-def test_a_checkpoint_inside_a_round_goes_on_to_the_last_bit(name, tmp_path):
-    tx = BOTH[name]
-    params, state, _ = train(tx, range(4))
-    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
-        checkpointer.save(4, params, state)
-        expected = train(tx, range(4, 7), start=(params, state))[:2]
-    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
-        found = checkpointer.restore(model.init())
-    assert int(found.opt_state.mini_step) == 1
-    chex.assert_trees_all_equal(train(tx, range(4, 7), start=found[1:3])[:2], expected)
-
-
 @sweep("diloco", name=BOTH)
 def test_own_parameters_keep_their_mean_on_other_workers(name, tmp_path):
     tx, means = BOTH[name], []

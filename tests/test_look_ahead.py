@@ -84,7 +84,6 @@ def trained(steps, look_ahead, delay, mesh):
 @sweep(
     (1.0, 0, "devices"),
     (1.5, 1, "devices"),
-    (None, 1, "simulated"),
     (1.5, 0, "simulated"),
     look_ahead=[None, 1.0, 1.5],
     delay=[0, 1],

@@ -52,6 +52,7 @@ import demo_optax
 times.append(time.process_time())
 modules = [*sys.modules]
 import demo_optax.accounting, demo_optax.checkpoint
+demo_optax.accounting.choose(10**8, 16, 1e8, 0.02, 1.0, batch_tokens=4096, width=1024)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)
 print((times[2] - times[1]) / (times[1] - times[0]), jax.device_count(), *modules)
@@ -75,7 +76,7 @@ def test_import_brings_nothing_that_is_optional(imports):
     assert "optax" in modules and not optional & set(modules)
 
 
-def test_import_starts_no_devices(imports):
+def test_neither_an_import_nor_a_choice_starts_devices(imports):
     """Or settings that users make behind their imports would come too late."""
     assert [devices for _, devices, *_ in imports] == ["3"] * 2
 
@@ -107,6 +108,7 @@ def test_workflows_run_what_make_knows():
                     make(found[1])
 
 
+@pytest.mark.slow
 def test_a_doctest_of_one_module_passes_alone():
     """Imported a second time, the module would have classes of its own."""
     module = "demo_optax/_src/metrics.py"

@@ -177,7 +177,6 @@ WAYS = {
 
 
 @sweep(
-    ("gather", "topk", "float32", ("senders", 1.0, 3)),
     ("gather", "bins", "bfloat16", ("workers", 0.4, 4)),
     ("two-phase", "striding", "float32", ("workers", 0.4, 4)),
     ("delayed", "random-slicing", "bfloat16", ("senders", 1.0, 3)),

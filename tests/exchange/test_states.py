@@ -87,15 +87,7 @@ RESTORED = {
 }
 
 
-@sweep(
-    "more workers",
-    "whole parameters",
-    "other names",
-    "another cut",
-    "one gather",
-    "at once",
-    name=RESTORED,
-)
+@sweep("whole parameters", "other names", "another cut", "at once", name=RESTORED)
 def test_what_is_owed_and_under_way_goes_back_where_it_cannot_stay(name, tmp_path):
     """Into the momenta, in the mean over the workers."""
     before, (sizes, here), after, (others, there) = RESTORED[name]

@@ -51,7 +51,8 @@ def test_an_error_inside_of_a_loss_is_left_alone():
     params, state = initial()
     with pytest.raises(TypeError, match="has no len") as raised:
         demo_optax.make_train_step(loss, DEMO, MESH)(params, state, BATCH)
-    assert not any("random_key" in note for note in getattr(raised.value, "__notes__", []))
+    for note in getattr(raised.value, "__notes__", []):
+        assert "random_key" not in note and "check_vma" not in note
 
 
 def test_a_loss_may_take_its_arguments_by_any_signature():
@@ -135,16 +136,6 @@ def test_values_that_vary_may_meet_others_unless_a_worker_has_several_devices(na
         assert "check_vma=False" in note and "sharding='auto'" in note and "troubleshoot" in note
     np.testing.assert_allclose(train(microbatches=2), expected, rtol=1e-5)
     np.testing.assert_allclose(train(several, sharding="auto"), expected, rtol=1e-5)
-
-
-def test_other_errors_of_a_loss_get_no_note():
-    def loss(params, batch):
-        raise TypeError("of my own")
-
-    step = workers.step_of(DEMO, MESH, loss)
-    with pytest.raises(TypeError, match="of my own") as error:
-        step(START, initial()[1], BATCH)
-    assert not [x for x in getattr(error.value, "__notes__", ()) if "check_vma" in x]
 
 
 def test_a_mean_over_workers_in_the_loss_is_refused_in_our_own_words():

@@ -112,6 +112,8 @@ def test_two_devices_a_worker_follow_one(name, way):
     }
     assert_shards_agree(ours[1], mesh, specs)
     assert ours[2][-1].exchange.participants == 2
+    sent = demo_optax.packet_bytes(tx, params(), "replica", mesh, SPECS)
+    assert ours[2][-1].packet_bytes == sent
 
 
 @sweep("mapped", way=["manual", "mapped"])
@@ -164,6 +166,8 @@ def test_only_the_packet_crosses_between_workers(name, way):
     shards = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in of_a_shard.items()}
     assert packet.operand_bytes == demo_optax.packet_bytes(SMALL, shards, "replica")
     assert demo_optax.packet_bytes(tx, params(), "replica", mesh, SPECS) == 2 * packet.operand_bytes
+    of_two = demo_optax.packet_bytes(SMALL, params(), "replica", mesh.abstract_mesh, SPECS)
+    assert name != "sgd" or of_two == 2 * packet.operand_bytes
     inside = [one for one in sent if not one.crosses(mesh, "replica")]
     assert {one.groups for one in inside} == {((0, 1), (2, 3))}
 

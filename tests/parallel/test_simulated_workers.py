@@ -73,7 +73,7 @@ def trained(tx, mesh, *, microbatches=1):
     return (told, *as_numpy((params, metrics.exchange))), metrics.packet_bytes
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@sweep("two phases, delayed", "adamw", name=OPTIMIZERS)
 def test_simulated_workers_train_as_workers_on_devices(name):
     devices = jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices()[:8])
     tx, microbatches = OPTIMIZERS[name], 2 if "delayed" in name else 1

@@ -85,7 +85,7 @@ def test_models_with_shardings_of_their_own_train_as_in_the_manual_step(name, ma
     chex.assert_trees_all_close(params, manual[0], rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@sweep(2, microbatches=[1, 2])
 def test_an_explicit_mesh_trains_alike(microbatches, manual):
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
