@@ -24,7 +24,7 @@ CODINGS = {
     },
     **extensions.COMPRESSIONS,
 }
-KNOWN = ("int2", "random", "k by tensor", "threshold", "ternary", "transform")
+KNOWN = ("int2", "bins", "random", "k by tensor", "threshold", "ternary", "transform")
 SHAPES = [(16, 11), (5,)]
 
 
