@@ -387,9 +387,6 @@ RAISED = [
     ),
     batch_of_one_process,
     lambda: step_of(DEMO, two())(model.init(), state_of(2), *model.batch(0).values()),
-    lambda: jax.vmap(
-        lambda x: demo_optax.local_value_and_grad(jnp.sum, "data")(a=x), axis_name="data"
-    )(jnp.ones((2, 3))),
     lambda: demo_optax.stack_workers(demo_optax.stack_workers(DEMO, two()), two()),
     (
         "the gradients of 2 workers are expected",

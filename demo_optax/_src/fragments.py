@@ -17,6 +17,7 @@ equal on all of them and changes in the one program that they share. Where a fau
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -56,18 +57,16 @@ class Cutter:
 
     def put(self, fragment: Fragment, tree, number: IntScalar) -> Any:
         """Returns a tree of tensors in which one fragment is replaced."""
-        leaves, structure = jax.tree.flatten(tree)
-        tensors = list(leaves)
-        members = self._members(leaves)
+        tensors, structure = jax.tree.flatten(tree)
+        members = self._members(tensors)
         for own, old, new in zip(members, self.sections(tree), fragment, strict=True):
             each = jnp.arange(self.count, dtype=jnp.int32).reshape(1, -1, *[1] * (new.ndim - 1))
             # A select, unlike an update of a slice, becomes a part of what uses the result.
             blocks = jnp.where(each == number, new[:, None], old).reshape(-1, *new.shape[1:])
             ends = itertools.accumulate(geometry.num_blocks for _, geometry in own)
-            # The last piece is what fills the section up.
-            pieces = jnp.split(blocks, list(ends))[:-1]
-            for (i, geometry), piece in zip(own, pieces, strict=True):
-                tensors[i] = in_dtype_of(geometry.join(piece), leaves[i])
+            # After the last piece comes what fills the section up.
+            for (i, geometry), piece in zip(own, jnp.split(blocks, list(ends)), strict=False):
+                tensors[i] = in_dtype_of(geometry.join(piece), tensors[i])
         return structure.unflatten(tensors)
 
     def sections(self, tree) -> Any:
@@ -193,26 +192,23 @@ def _is_metrics(x) -> bool:
     return isinstance(x, ExchangeMetrics)
 
 
+def _is_shared(x) -> bool:
+    """Recognizes what fragments share: the metrics, and what has no axis, such as a set rate."""
+    return _is_metrics(x) or jnp.ndim(x) == 0
+
+
 def _state_of(states, number: IntScalar) -> Any:
-    """Returns a fragment's own state; all share what has no axis, such as a rate that was set."""
-
-    def own(x):
-        if _is_metrics(x) or jnp.ndim(x) == 0:
-            return x
-        return jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
-
-    return jax.tree.map(own, states, is_leaf=_is_metrics)
+    """Returns a fragment's own state, with what all of them share."""
+    take = functools.partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
+    return jax.tree.map(lambda x: x if _is_shared(x) else take(x), states, is_leaf=_is_metrics)
 
 
 def _with_state_of(states, own, number: IntScalar) -> Any:
     """Returns the states with a fragment's own in its place."""
-
-    def leaf(x, new):
-        if _is_metrics(x) or jnp.ndim(x) == 0:
-            return new
-        return jax.lax.dynamic_update_index_in_dim(x, new, number, 0)
-
-    return jax.tree.map(leaf, states, own, is_leaf=_is_metrics)
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+    return jax.tree.map(
+        lambda x, new: new if _is_shared(x) else put(x, new), states, own, is_leaf=_is_metrics
+    )
 
 
 def require_divides(fragments: Any, steps: int, name: str) -> None:

@@ -7,6 +7,7 @@ JAX's types refuse any leaf for which this is wrong, since it would drift apart 
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -32,22 +33,20 @@ class StateLayout:
 
     Attributes:
       params, state: PartitionSpecs of the parameters and of the state.
-      parts: shapes of one device's shards of the parameters.
-      worker_state_shapes: shapes of one worker's state.
+      param_shapes, state_shapes: shapes of the parameters, and of the state of all workers.
       varies_over_workers: bools, whether each leaf of the state differs between workers.
-      copied_axes: frozensets, for each leaf of the state the axes along which a worker's devices
-        may hold copies of it.
+      may_have_copies: bools, whether several devices of a worker may hold copies of each leaf.
       settings: the settings that the words in the state stand for, by the paths of these leaves.
     """
 
     mesh: Mesh | AbstractMesh
     axis_name: AxisName
     params: Any
-    parts: Any
+    param_shapes: Any
     state: Any
-    worker_state_shapes: Any
+    state_shapes: Any
     varies_over_workers: Any
-    copied_axes: Any
+    may_have_copies: Any
     settings: dict[str, Any]
 
 
@@ -122,21 +121,35 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
         inner,
     )
     trace = jax.make_jaxpr(init, return_shape=True)
-    _, (program, made) = axes.trace_worker(lambda: trace(jax.tree.map(jnp.zeros_like, parts)), mesh)
+    traced = []
+
+    def init_worker():  # the size of an axis decides about the shares of owners
+        traced.append(trace(jax.tree.map(jnp.zeros_like, parts)))
+
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in context
+        jax.eval_shape(jax.shard_map(init_worker, mesh=abstract, in_specs=(), out_specs=P()))
+    program, made = traced[-1]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
     # Alone, a worker has no axis along which its state could differ.
     alone = jax.tree.map(lambda _: False, shapes)
     is_local = local_leaves(shapes) if axes.names(axis_name) else alone
-    state, copied_axes = _state_specs(shapes, is_local, parts, inner, mesh, axis_name)
+
+    def of_all_workers(x, spec, is_local):
+        shape = (1,) * is_local + x.shape
+        pairs = zip(shape, shards.counts(shape, spec, mesh), strict=True)
+        return x.update(shape=tuple(map(math.prod, pairs)))
+
+    state, may_have_copies = _state_specs(shapes, is_local, parts, inner, axis_name)
     return StateLayout(
         mesh=mesh,
         axis_name=axis_name,
         params=specs,
-        parts=parts,
+        param_shapes=params,
         state=state,
-        worker_state_shapes=shapes,
+        state_shapes=jax.tree.map(of_all_workers, shapes, state, is_local),
         varies_over_workers=is_local,
-        copied_axes=copied_axes,
+        may_have_copies=may_have_copies,
         settings=_settings_in(program, shapes),
     )
 
@@ -168,6 +181,9 @@ def local_leaves(state, fields: tuple[str, ...] = ("local_fields",)) -> Any:
     ``fields`` are the attributes by which a state's type names local fields.
     """
 
+    def marked(tree, is_local: bool = True):
+        return jax.tree.map(lambda _: is_local, tree)
+
     def mark(node):
         if type(node) in _DECIDE_ALONE and _exchanges(node):
             raise ValueError(
@@ -178,20 +194,21 @@ def local_leaves(state, fields: tuple[str, ...] = ("local_fields",)) -> Any:
                 "conditions on the gradient out. Workers whose gradient is not finite are left out "
                 "already."
             )
-        names = [name for key in fields for name in getattr(type(node), key, ())]
-        if names:
-            marks = {name: local_leaves(x, fields) for name, x in node._asdict().items()}
-            local = {name: jax.tree.map(lambda _: True, getattr(node, name)) for name in names}
-            return node._replace(**(marks | local))
+        local = {name for key in fields for name in getattr(type(node), key, ())}
+        if local:
+            marks = [
+                marked(x) if name in local else local_leaves(x, fields)
+                for name, x in zip(node._fields, node, strict=True)
+            ]
+            return node._make(marks)
         if type(node) is tuple:
-            exchanging = [number for number, part in enumerate(node) if _exchanges(part)]
+            exchanging = [i for i, part in enumerate(node) if _exchanges(part)]
+            in_front = {*range(max(exchanging, default=0))} - {*exchanging}
             return tuple(
-                jax.tree.map(lambda _: True, part)
-                if number < max(exchanging, default=0) and number not in exchanging
-                else local_leaves(part, fields)
-                for number, part in enumerate(node)
+                marked(part) if i in in_front else local_leaves(part, fields)
+                for i, part in enumerate(node)
             )
-        return jax.tree.map(lambda _: False, node)
+        return marked(node, False)
 
     return jax.tree.map(
         mark,
@@ -207,46 +224,46 @@ def _exchanges(state) -> bool:
     return any(hasattr(type(node), "exchanges") for node in nodes)
 
 
-def _state_specs(shapes, is_local, params, param_specs, mesh, axis_name: AxisName):
-    """Returns the spec of each leaf of a state, and the axes along which it may be copied.
+def _state_specs(shapes, is_local, params, param_specs, axis_name: AxisName):
+    """Returns the spec of each leaf of a state, and whether a worker's devices may hold copies.
 
     ``shapes`` and ``params`` are those of one device's shards.
     """
-    inner, sharded = {*shards.inner_axes(mesh, axis_name)}, sharded_axes(param_specs)
-    specs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(param_specs), strict=True)
-    of_path = {path: (x.shape, spec) for (path, x), spec in specs}
-    of_devices = {
-        (*path, GetAttrKey(name), *inside)
+    sharded, leaf_specs = sharded_axes(param_specs), jax.tree.leaves(param_specs)
+    of_path = {
+        path: (x.shape, spec)
+        for (path, x), spec in zip(jax.tree.leaves_with_path(params), leaf_specs, strict=True)
+    }
+    of_devices = {  # what belongs to a device and not to a parameter
+        (*path, GetAttrKey(name))
         for path, node in jax.tree.leaves_with_path(shapes, is_leaf=shards.is_momentum)
         if shards.is_momentum(node)
         for name in ("exchange", "pending")
-        for inside, _ in jax.tree.leaves_with_path(getattr(node, name))
     }
 
-    def spec_of(path, leaf, is_local) -> tuple[P, frozenset]:
-        front = (axis_name,) if is_local else ()
-        if path in of_devices:  # it belongs to a device and not to a parameter
-            return P(*front, *[sharded] * bool(leaf.ndim and sharded)), frozenset(inner)
+    def entries_of(path, leaf) -> list | None:
+        """Returns the entries of a leaf's spec, or None if it is not like a parameter."""
+        if any(path[:end] in of_devices for end in range(len(path) + 1)):
+            return [sharded] if leaf.ndim and sharded else []
         for start in range(len(path) + 1):
             shape, spec = of_path.get(path[start:], ((), None))
             if spec is not None and len(spec) <= leaf.ndim:
-                same_rank = leaf.ndim == len(shape)
-                reduced = [
-                    same_rank and n == 1 < whole
-                    for n, whole in zip(leaf.shape, shape, strict=False)
-                ]
-                entries = [None if gone else e for e, gone in zip(spec, reduced, strict=False)]
+                reduced = [n == 1 < whole for n, whole in zip(leaf.shape, shape, strict=False)]
+                is_whole = len(shape) != leaf.ndim
+                pairs = zip(spec, reduced, strict=False)
+                entries = [entry if is_whole or not gone else None for entry, gone in pairs]
                 # Without trailing Nones, as in results, ``jax.jit`` finds the same sharding again.
-                named = max([i for i, e in enumerate(entries, 1) if e is not None], default=0)
-                own = P(*front, *entries[:named])
-                return own, frozenset(inner - {*axes.axes_of(own)})
-        is_number = leaf.ndim == 0 and not jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return P(*front), frozenset(inner if is_number else ())
+                while entries and entries[-1] is None:
+                    entries.pop()
+                return entries
+        return None
 
-    structure: Any
-    leaves, structure = jax.tree.flatten_with_path(shapes)
-    pairs = [
-        spec_of(path, x, own)
-        for (path, x), own in zip(leaves, jax.tree.leaves(is_local), strict=True)
-    ]
-    return tuple(structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
+    def spec_of(path, leaf, is_local) -> P:
+        return P(*[axis_name] * is_local, *(entries_of(path, leaf) or []))
+
+    def may_have_copies(path, leaf) -> bool:
+        is_number = leaf.ndim == 0 and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return is_number or entries_of(path, leaf) is not None
+
+    specs = jax.tree.map_with_path(spec_of, shapes, is_local)
+    return specs, jax.tree.map_with_path(may_have_copies, shapes)

@@ -188,15 +188,15 @@ def make_train_step(
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, *([results.state] if stateful else []), metrics
 
-    layouts: dict[Any, StateLayout] = {}
+    @functools.cache
+    def find(structure, shapes, _float_dtype) -> StateLayout:
+        return find_layout(tx, structure.unflatten(shapes), mesh, axis_name, param_specs)
 
     def layout_for(params, opt_state) -> StateLayout:
         shapes, structure = jax.tree.flatten(checks.shapes_of("parameter", params))
-        key = structure, tuple(shapes), jnp.result_type(float)
-        if key not in layouts:
-            layouts[key] = find_layout(tx, params, mesh, axis_name, param_specs)
-        worker_axis.require_state(opt_state, layouts[key])
-        return layouts[key]
+        layout = find(structure, tuple(shapes), jnp.result_type(float))
+        worker_axis.require_state(opt_state, layout)
+        return layout
 
     signature = ("params", "opt_state"), stateful, (random_key,)
     accepted: Any = (None, None)  # holds the signature of the arrays placed last, and their layout

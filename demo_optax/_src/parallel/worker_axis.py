@@ -5,7 +5,6 @@ then mix the parts of several workers. Outside the step such leaves have a leadi
 entry per worker, sharded over the workers.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,11 +37,14 @@ class Stacked(optax.GradientTransformationExtraArgs):
         return self.update.state_shardings  # type: ignore[attr-defined]  # in copies, too
 
     def __iter__(self):
-        raise TypeError(
-            "demo_optax.stack_workers(...) stands inside another optax transformation, such as "
-            "optax.chain, which would see stacked gradients (workers, *shape): leave it outermost, "
-            "and chain inside of it, as in stack_workers(optax.chain(...), mesh)."
-        )
+        raise TypeError(_INSIDE.format("another optax transformation, such as optax.chain"))
+
+
+_INSIDE = (
+    "demo_optax.stack_workers(...) stands inside {}, which would see stacked gradients (workers, "
+    "*shape): leave it outermost, and chain, mask, partition and clip inside of it, as in "
+    "stack_workers(optax.chain(...), mesh)."
+)
 
 
 def stack_workers(
@@ -92,7 +94,8 @@ def stack_workers(
                 "(workers, *shape), and call it outside. Or call the update of the optimizer "
                 "itself there, with one worker's entries of the state."
             )
-        _require_outermost(updates)
+        if nodes(updates, optax.MaskedNode):
+            raise ValueError(_INSIDE.format("optax.masked or optax.partition"))
         require_stacked(updates, workers, "gradients", _MAKE_GRADIENTS, params)
         one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
         layout = layout_for(one)
@@ -107,41 +110,59 @@ def stack_workers(
 
 
 def update_stacked(tx, layout: StateLayout, gradients, state, params, extra_args):
-    """Runs the optimizer on stacked gradients, inside a ``jax.shard_map``.
+    """Runs the optimizer on stacked gradients, on each device of the workers.
 
-    All workers get the same ``extra_args``. The third result is that of `update_on_device`.
+    All workers get the same ``extra_args``. The third result is the number of bytes that a device
+    hands to collectives between the workers, None if it is not known.
     """
-    mesh, sent = layout.mesh, []
-    results = layout.params, layout.state
-    stacked = shards.stacked_specs(layout.params, layout.axis_name)
-    specs = stacked, layout.state, P() if params is None else layout.params
+    mesh, axis_name, sent = layout.mesh, layout.axis_name, []
+    given = layout.params, layout.state, P() if params is None else layout.params
+    stacked = shards.stacked_specs(layout.params, axis_name)
+    in_specs = stacked, *given[1:], P()
 
-    def on_device(gradients, state, params, extra_args):
-        marks = layout.varies_over_workers
-        gradient = jax.tree.map(lambda x: x[0], gradients)
-        old = jax.tree.map(lambda x, is_local: x[0] if is_local else x, state, marks)
-        updates, new, number = update_on_device(tx, layout, gradient, old, params, extra_args)
+    def on_device(*args):
+        updates, new, number = _update_on_device(tx, layout, *args)
         sent.append(number)
-        return updates, stack_entries(new, layout)
+        return updates, new
 
-    args = shards.constrain_sharding((gradients, state, params), mesh, specs)
-    on_workers = shards.map_workers(on_device, mesh, layout.axis_name, (*specs, P()), results)
+    args = shards.constrain_sharding((gradients, state, params), mesh, in_specs[:3])
+    on_workers = shards.map_workers(on_device, mesh, axis_name, in_specs, given[:2])
     try:
         return *on_workers(*args, extra_args), sent[-1]
     except ValueError as error:
-        if "out_axes" in str(error):  # simulated workers have no types
-            what = "The optimizer's updates, or what all workers share of its state,"
-            error.add_note(_DRIFTS.format(what, layout.axis_name, ""))
+        if "out_axes" in str(error) or "out_specs" in str(error):
+            raise ValueError(
+                "the optimizer's updates, or what all workers share of its state, differ between "
+                f"the workers of axis_name={axis_name!r}, so that their parameters would drift "
+                f"apart unseen. The optimizer must exchange over that axis: give "
+                f"demo_optax.decoupled_momentum (or demo_optax.demo, ...) axis_name={axis_name!r}, "
+                f"or put demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary "
+                "optimizer. What stands in front of the exchange must stand there in an "
+                "optax.chain; an optimizer of your own that exchanges names its local_fields. To "
+                "freeze parameters, leave optax.partition with optax.set_to_zero outermost. The "
+                "error of JAX above names the leaves."
+            ) from error
         raise
 
 
-def update_on_device(
+def bytes_handed_over(tx, layout: StateLayout) -> int | None:
+    """Returns the third result of `update_stacked`, without computing anything."""
+    workers, params = shards.num_workers(layout.mesh, layout.axis_name), layout.param_shapes
+    gradients = jax.tree.map(lambda x: x.update(shape=(workers, *x.shape)), params)
+    extra_args = {"value": np.float32(0)}  # of optax.contrib.reduce_on_plateau
+    sent = []
+
+    def update(gradients, state, params):
+        sent.append(update_stacked(tx, layout, gradients, state, params, extra_args)[2])
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in context
+        jax.eval_shape(update, gradients, layout.state_shapes, params)
+    return sent[-1]
+
+
+def _update_on_device(
     tx, layout: StateLayout, gradient, old, params, extra_args
 ) -> tuple[Any, Any, int | None]:
-    """Computes the updates and state of one device from its worker's gradient and state.
-
-    The third result is the number of bytes that the device hands to collectives between workers.
-    """
     structure: Any = jax.tree.structure(gradient)
     gradient, params = unboxed(gradient), unboxed(params)
     specs, axis_name = unboxed(layout.params), layout.axis_name
@@ -158,59 +179,12 @@ def update_on_device(
     program = update.trace(*args).jaxpr
     updates, new = update(*args)
     updates = _frozen_zeros(program, updates, args, axis_name)
-    everywhere = frozenset(shards.inner_axes(layout.mesh, axis_name))
-    updates = shards.made_equal(updates, specs, everywhere, axis_name)
-    new = shards.made_equal(new, layout.state, layout.copied_axes, axis_name)
-    marks = layout.varies_over_workers
-    new = participation.keep_local_state(new, old, marks, participates)
-    shared = jax.tree.map(lambda _: False, updates)
-    _require_equal("the optimizer's updates", "parameter", updates, shared, axis_name)
-    _require_equal("shared leaves of the optimizer's state", "leaf", new, marks, axis_name)
+    updates = shards.made_equal(updates, specs, True, axis_name)
+    new = shards.made_equal(new, layout.state, layout.may_have_copies, axis_name)
+    new = participation.keep_local_state(new, old, layout.varies_over_workers, participates)
     updates = _zero_updates_of_nobody(updates, new)
     sent = axes.bytes_handed_over(program, axis_name)
     return structure.unflatten(jax.tree.leaves(updates)), new, sent
-
-
-def bytes_handed_over(tx, layout: StateLayout) -> int | None:
-    """Returns the third result of `update_on_device`, without computing anything."""
-    workers, specs = axes.names(layout.axis_name), unboxed(layout.params)
-    extra_args = {"value": np.float32(0)}  # of optax.contrib.reduce_on_plateau
-
-    def trace():
-        empty, shapes = jax.tree.map(jnp.zeros_like, (layout.parts, layout.worker_state_shapes))
-        params = jax.tree.map(axes.as_varying, empty, jax.tree.map(axes.axes_of, specs))
-        gradient = axes.as_varying(params, workers)
-        state = jax.tree.map(axes.as_varying, shapes, over)
-        return update_on_device(tx, layout, gradient, state, params, extra_args)[2]
-
-    over = jax.tree.map(
-        lambda spec, is_local: (*axes.axes_of(spec), *workers * is_local),
-        layout.state,
-        layout.varies_over_workers,
-    )
-    return axes.trace_worker(trace, layout.mesh)[1]
-
-
-_DRIFTS = (
-    "{0} differ between the workers of axis {1!r}{2}, so their parameters would drift apart "
-    "unseen. The optimizer must exchange over that axis: give demo_optax.decoupled_momentum (or "
-    "demo_optax.demo, ...) axis_name={1!r}, or put demo_optax.mean_over_workers({1!r}) in front of "
-    "an ordinary optimizer. What stands in front of the exchange must stand there in an "
-    "optax.chain; an optimizer of your own that exchanges names its local_fields. To freeze "
-    "parameters, leave optax.partition with optax.set_to_zero outermost."
-)
-
-
-def _differs(x, axis_name: AxisName) -> bool:
-    return not axes.varying(x).isdisjoint(axes.names(axis_name))
-
-
-def _require_equal(what: str, kind: str, tree, varies_over_workers, axis_name: AxisName) -> None:
-    """Refuses leaves that all workers share, but whose types say that they differ."""
-    marks = jax.tree.leaves(varies_over_workers)
-    for (path, x), is_local in zip(jax.tree.leaves_with_path(tree), marks, strict=True):
-        if not is_local and _differs(x, axis_name):
-            raise ValueError(_DRIFTS.format(what, axis_name, f" (first: {kind}{keystr(path)})"))
 
 
 def _frozen_zeros(program, updates, args, axis_name: AxisName):
@@ -219,20 +193,27 @@ def _frozen_zeros(program, updates, args, axis_name: AxisName):
     An update counts as zero if it depends on no parameter, on no argument that differs between
     workers and not on their numbers, as with ``optax.set_to_zero``.
     """
-    gradient, old, params, participates = args
-    is_local = [_differs(x, axis_name) for x in jax.tree.leaves((gradient, old))]
-    is_local += [True] * len(jax.tree.leaves((params, participates)))
+
+    def differs(x) -> bool:
+        return not axes.varying(x).isdisjoint(axes.names(axis_name))
+
+    gradient, old, *others = args
+    may_move = list(map(differs, jax.tree.leaves((gradient, old))))
+    may_move += [True] * len(jax.tree.leaves(others))
     # Extra arguments come first.
-    is_local = [True] * (len(program.jaxpr.invars) - len(is_local)) + is_local
+    may_move = [True] * (len(program.jaxpr.invars) - len(may_move)) + may_move
+
+    def moves(number: int) -> bool:
+        wanted = [i == number for i in range(len(program.jaxpr.outvars))]
+        kept, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
+        depends = any(a and b for a, b in zip(used, may_move, strict=True))
+        return depends or "axis_index" in str(kept)
+
     leaves, structure = jax.tree.flatten(updates)
-    for number, x in enumerate(leaves):
-        if _differs(x, axis_name):
-            wanted = [i == number for i in range(len(program.jaxpr.outvars))]
-            kept, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
-            depends = any(a and b for a, b in zip(used, is_local, strict=True))
-            if not depends and "axis_index" not in str(kept):
-                leaves[number] = jnp.zeros(x.shape, x.dtype)
-    return structure.unflatten(leaves)
+    return structure.unflatten(
+        jnp.zeros(x.shape, x.dtype) if differs(x) and not moves(number) else x
+        for number, x in enumerate(leaves)
+    )
 
 
 def _zero_updates_of_nobody(updates, state):
@@ -240,15 +221,15 @@ def _zero_updates_of_nobody(updates, state):
 
     Otherwise a link that follows the exchange, such as a weight decay, would still move them.
     """
-    exchanges, new = _participants(state), []
-    leaves, structure = jax.tree.flatten_with_path(updates)
-    for path, update in leaves:
+    exchanges = _participants(state)
+
+    def zeroed(path, update):
         own = [n for paths, n in exchanges if path in paths or () in paths]
         counts = own or [n for paths, n in exchanges if not paths]
-        if counts:  # otherwise the exchange is not one of ours
-            update = zero_unless(jnp.max(jnp.stack(counts)) > 0, update)
-        new.append(update)
-    return structure.unflatten(new)
+        # Without counts the exchange is not one of ours.
+        return zero_unless(jnp.max(jnp.stack(counts)) > 0, update) if counts else update
+
+    return jax.tree.map_with_path(zeroed, updates)
 
 
 def _participants(state) -> list[tuple[list, IntScalar]]:
@@ -267,15 +248,6 @@ def _participants(state) -> list[tuple[list, IntScalar]]:
         elif isinstance(node, MeanOverWorkersState):
             found.append(([], node.participants))
     return found
-
-
-def stack_entries(state, layout: StateLayout):
-    """Gives each leaf that differs between workers a leading axis of length 1."""
-    return jax.tree.map(
-        lambda x, is_local: axes.as_varying(x, layout.axis_name)[None] if is_local else x,
-        state,
-        layout.varies_over_workers,
-    )
 
 
 def init_opt_state(
@@ -326,25 +298,12 @@ def init_stacked(tx, layout: StateLayout, params):
     tx = boxed_inside(tx, layout.params)
 
     def init(params):
-        everywhere = frozenset(shards.inner_axes(mesh, layout.axis_name))
-        state = shards.made_equal(tx.init(params), layout.state, everywhere, layout.axis_name)
-        return stack_entries(state, layout)
+        return shards.made_equal(tx.init(params), layout.state, True, layout.axis_name)
 
     on_workers = shards.map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
     # All parameters are kept, so that a state of zeros is bound to a device if they are.
     made_on_workers = jax.jit(on_workers, out_shardings=made, keep_unused=True)
     return made_on_workers(jax.device_put(unboxed(params), given))
-
-
-def _require_outermost(updates) -> None:
-    """Refuses gradients with masked leaves, since other parts would see stacked gradients."""
-    nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-    if any(isinstance(node, optax.MaskedNode) for node in nodes):
-        raise ValueError(
-            "demo_optax.stack_workers(...) stands inside optax.masked or optax.partition, whose "
-            "other parts would see stacked gradients (workers, *shape): leave it outermost, and "
-            "mask, partition and clip inside of it."
-        )
 
 
 def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
@@ -411,21 +370,12 @@ def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any =
 
 def require_state(opt_state, layout: StateLayout) -> None:
     """Refuses a state of another model, other settings or other workers."""
-
-    def whole(x, varies, spec):
-        shape = (1,) * varies + x.shape
-        divided = zip(shape, shards.counts(shape, spec, layout.mesh), strict=True)
-        return x.update(shape=tuple(map(math.prod, divided)))
-
-    expected = jax.tree.map(
-        whole, layout.worker_state_shapes, layout.varies_over_workers, layout.state
-    )
     what, remedy = (
         f"the optimizer state on the mesh {dict(layout.mesh.shape)}",
         "Make it with demo_optax.init_opt_state on the mesh that it is used on, and pass it with "
         "the specs of demo_optax.state_specs; or carry it over with demo_optax.checkpoint, which "
         "puts pending messages back into the momentum.",
     )
-    checks.state_fits(what, opt_state, expected, remedy)
+    checks.state_fits(what, opt_state, layout.state_shapes, remedy)
     words = {keystr(path): x for path, x in jax.tree.leaves_with_path(opt_state)}
     require_words(what, words, layout.settings, remedy)

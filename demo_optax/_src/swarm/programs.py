@@ -81,7 +81,7 @@ def compile_programs(
     made_equal = functools.partial(
         shards.made_equal,
         specs=arrays.unboxed(layout.params),
-        copied_axes=frozenset(mesh.axis_names),
+        may_have_copies=True,
         axis_name=(),
     )
     gradients_of = stacked_gradients(
@@ -227,7 +227,7 @@ def _on_device(tx, half: Callable, layout, gradient, state, params, **options) -
     options[PARAM_SPECS], gradient, params = arrays.unboxed((layout.params, gradient, params))
     result, new = inside.update(gradient, state, params, **options)
     new = shards.merge_shard_metrics(new, state, sharded_axes(options[PARAM_SPECS]))
-    return result, shards.made_equal(new, layout.state, layout.copied_axes, ())
+    return result, shards.made_equal(new, layout.state, layout.may_have_copies, ())
 
 
 def _first(stacked) -> Any:
