@@ -102,10 +102,6 @@ class Fragments:
     outer: Any
     cutter: Cutter
 
-    @property
-    def count(self) -> int:
-        return self.cutter.count
-
     @classmethod
     def of(cls, outer: Any, count: int, every: int, axis_name: AxisName) -> "Fragments":
         require_divides(count, every, "every")
@@ -132,7 +128,7 @@ class Fragments:
                 "demo_optax.decoupled(optax.sgd(0.7), ...), or leave out fragments."
             )
         sections = self.cutter.sections(params)
-        states = jax.vmap(self.outer.init, in_axes=1, axis_size=self.count)(sections)
+        states = jax.vmap(self.outer.init, in_axes=1, axis_size=self.cutter.count)(sections)
         first = jax.tree.map(lambda x: x[0], states)
         states = _with_state_of(states, first, jnp.int32(0))  # with the metrics of one
         progress = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), sections)
@@ -152,7 +148,7 @@ class Fragments:
                 f"the parameters are sharded inside a worker, over {sharded}, but fragments are "
                 "cut from whole parameters: leave out param_specs, or leave out fragments."
             )
-        number = state.round % self.count
+        number = state.round % self.cutter.count
         own, shared = _state_of(state.outer, number), self.cutter.cut(params, number)
         outbox = state.pending.restored(self._plan(shared), self.cutter.compression)
         carried = outbox.packets if self.outer.exchange.axis_name is None else None
@@ -170,7 +166,7 @@ class Fragments:
 
     def send(self, gradient, state: LocalStepsState, params, extra_args) -> LocalStepsState:
         """Moves the next fragment of the gradient into the outbox."""
-        number = state.round % self.count
+        number = state.round % self.cutter.count
         own, progress = _state_of(state.outer, number), self.cutter.cut(gradient, number)
         outbox, new = self.outer.send(progress, own, self.cutter.cut(params, number), **extra_args)
         # A worker that the outer optimizer excludes keeps its progress.

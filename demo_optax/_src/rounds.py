@@ -54,27 +54,24 @@ def local_steps(
     `make_train_step` uses gradients at each worker's own parameters; a custom loop computes them
     at `local_parameters`. Inside a round updates are zero and nothing is sent. A round ends with
     its last step, or whenever the extra argument ``ends_round``, a bool, says so. Its message has
-    the weight of its steps, which is the sum of the extra argument ``message_weight``.
+    the weight of its steps, the sum of the extra argument ``message_weight``.
 
-    A worker skips an inner step whose gradient is not finite. If it skipped all steps of a round,
-    or its own parameters are not finite at the end, it sends nothing: ``outer`` gets zeros and
+    A worker skips an inner step whose gradient is not finite. If it skipped all of a round, or its
+    own parameters are not finite at the end, it sends nothing: ``outer`` gets zeros and
     ``participates=False``, which the transformations in it must pass on. In the latter case the
-    worker continues from the shared parameters. An inner state that is not finite at the end of a
-    round is reset, except for its schedules and injected hyperparameters.
-
-    ``docs/how_to/local_steps.md`` makes DiLoCo and SparseLoCo of it, and says when fragments,
-    ``merge`` and an overlap by ``send`` and ``apply`` pay.
+    worker continues from the shared parameters. An inner state that is not finite is then reset,
+    except for its schedules. ``docs/how_to/local_steps.md`` makes DiLoCo and SparseLoCo of it, and
+    says when fragments, ``merge`` and an overlap by ``send`` and ``apply`` pay.
 
     Args:
-      inner: any optax optimizer that does not exchange. Its schedules count the steps of the run,
-        of which each round has ``every``. If parameters are sharded, norms inside it
-        (``optax.lamb``) are those of a shard, so clip with ``make_train_step(clip_norm=...)``.
+      inner: any optax optimizer that does not exchange. Its schedules count the steps of the run.
+        If parameters are sharded, norms inside it (``optax.lamb``) are those of a shard.
       outer: any optax optimizer that exchanges over ``axis_name`` and does not look ahead. Its
         schedules count rounds.
       every: number of inner steps in a round, :math:`H`.
       fragments: number of parts, :math:`P`, in which a worker sends its progress: every
         :math:`P`-th block of the tensors after each :math:`H / P` steps. One part is exchanged and
-        applied when the next one is due. ``outer`` must then be an optimizer of this library that
+        applied when the next one is due. ``outer`` must be an optimizer of this library that
         exchanges by `demo_optax.AllGather` or `demo_optax.TwoPhase`, and sees a stack of blocks for
         each shape of blocks. Parameters must not be sharded inside a worker.
       merge: :math:`w` in [0, 1) or None. When the shared parameters move by :math:`u`, a worker
@@ -165,7 +162,7 @@ class LocalSteps:
                 "the shared parameters: give outer look_ahead=None."
             )
         none, axis_name = jnp.zeros((), jnp.int32), self.axis_name
-        weight = jnp.zeros(parts.count if parts else (), jnp.float32)
+        weight = jnp.zeros(parts.cutter.count if parts else (), jnp.float32)
         return LocalStepsState(
             round=none,
             first_step=none,
@@ -202,7 +199,7 @@ class LocalSteps:
         def exchange(state):
             results, state = parts.deliver(state, updates, params, extra_args, self._moved)
             shared = optax.apply_updates(params, results)
-            number, weights = state.round % parts.count, state.weight
+            number, weights = state.round % parts.cutter.count, state.weight
             state = state._replace(weight=weights[number])
             first = state.first_step + state.mini_step
             change, extra, state = self._end_round(updates, state, shared, extra_args)
@@ -335,10 +332,10 @@ def multi_steps(
     """Takes one step with the mean of several gradients, for optimizers that exchange.
 
     It is meant for loops that call the optimizer once for each microbatch. `make_train_step` with
-    ``microbatches`` needs less memory. As in rounds of `local_steps`, only the last of ``every``
-    calls exchanges, but all gradients are those at the shared parameters. Each worker averages its
-    own, weighted by the extra argument ``message_weight``, and a gradient that is not finite does
-    not count. If none counts, ``tx`` gets zeros and ``participates=False``.
+    ``microbatches`` needs less memory. Only the last of ``every`` calls exchanges, and all
+    gradients are those at the shared parameters. Each worker averages its own, weighted by the
+    extra argument ``message_weight``; one that is not finite does not count. If none counts, ``tx``
+    gets zeros and ``participates=False``.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.

@@ -17,7 +17,7 @@ from demo_optax._src.compression.settings import MomentumFormat, StoredMomenta, 
 from demo_optax._src.exchange.protocol import Pending
 from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import StateLayout
+from demo_optax._src.parallel.worker_axis import StateLayout
 
 FORMAT = 16
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""

@@ -26,8 +26,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
     """Wraps ``jax.value_and_grad`` so that gradients stay local to each worker of ``axis_name``.
 
     Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums over the axis
-    by itself, which leaves nothing to exchange. Here the parameters are first typed as varying.
-    Under ``pmap`` and ``vmap`` gradients are local anyway.
+    by itself, which leaves nothing to exchange. Here they are first typed as varying.
 
     Args:
       fun: the worker's loss, which is differentiated by its first argument or by ``argnums``. It
@@ -153,18 +152,29 @@ def _gradients_on_device(
     inner: tuple[str, ...],
     microbatches: int,
     clip_norm: float | None,
+    stateful: bool,
 ) -> Callable:
     """Returns ``fn(params, state, batch, key, specs, rows) -> WorkerGradients``, not stacked.
 
     It runs on each device, inside a ``jax.shard_map`` over ``device_axes``, of which ``inner`` lie
     inside a worker, or without any axes on a whole worker. A device gathers the worker's parameters
-    and sees its own part of the batch. The loss is ``loss_fn(params, state, batch, *key) -> (loss,
-    (state, aux))``.
+    and sees its own part of the batch.
     """
 
     def on_device(params, state, batch, key, specs, rows) -> WorkerGradients:
-        def loss_of_shards(params, *args):
-            return loss_fn(jax.tree.map(_gather, params, specs), *args)
+        def loss_of_shards(params, state, *args):
+            params = jax.tree.map(_gather, params, specs)
+            if stateful:
+                return loss_fn(params, state, *args)
+            out = loss_fn(params, *args)
+            if not isinstance(out, (tuple, list)):
+                return out, (state, None)
+            if len(out) != 2:
+                raise TypeError(
+                    f"the loss function must return a loss, or (loss, aux), not {len(out)} values: "
+                    "put all further results into aux, as a tuple or dict."
+                )
+            return out[0], (state, out[1])
 
         if device_axes:
             key = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
@@ -194,23 +204,6 @@ def _gradients_on_device(
     return on_device
 
 
-def _with_state_and_aux(loss_fn: Callable) -> Callable:
-    """Gives a loss function without a model state the arguments and results of one that has it."""
-
-    def normalized(params, state, *args):
-        out = loss_fn(params, *args)
-        if not isinstance(out, (tuple, list)):
-            return out, (state, None)
-        if len(out) != 2:
-            raise TypeError(
-                f"the loss function must return a loss, or (loss, aux), not {len(out)} values: "
-                "put all further results into aux, as a tuple or dict."
-            )
-        return out[0], (state, out[1])
-
-    return normalized
-
-
 def _results_specs(specs, axis_name: AxisName, inner: tuple[str, ...] = ()):
     """Returns the specs of stacked results, with an aux of each worker or each of its devices."""
     of_worker, of_device = P(axis_name), P((*axes.names(axis_name), *inner))
@@ -229,8 +222,8 @@ def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: C
             "as in (x, y). A step takes a key with make_train_step(random_key=True), and a model "
             "state is taken with stateful=True."
         )
-    state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
-    return state, batch, tuple(key)
+    *state, batch = args[: 1 + stateful]
+    return state[0] if stateful else (), batch, args[1 + stateful :]
 
 
 def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
@@ -342,18 +335,15 @@ def worker_gradients(
 ) -> Callable:
     """Computes stacked gradients for a program that leaves all shardings to the compiler.
 
-    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``. It may contain
-    any sharding constraints over the mesh's other axes, and a ``jax.shard_map`` of its own. Nothing
-    is averaged over the workers.
-
-    The arguments are those of `make_train_step`. If the result is called with a key, it calls
-    ``loss_fn(params, batch, key)``.
+    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``, and nothing is
+    averaged over them. It may contain any sharding constraints over the mesh's other axes, and a
+    ``jax.shard_map`` of its own. The arguments are those of `make_train_step`.
 
     Returns:
       ``fn(params, [state,] batch[, key], *, opt_state) -> WorkerGradients``, for use inside
-      ``jax.jit``. Each worker and microbatch gets a different key. ``opt_state`` is the state of
-      the optimizer that will use the gradients. With local steps or a look-ahead in it, gradients
-      are those at `local_parameters`; with ``()`` they are those at the shared parameters.
+      ``jax.jit``. With a key it calls ``loss_fn(params, batch, key)``, where each worker and
+      microbatch has its own. ``opt_state`` is the state of the optimizer that will use the
+      gradients, which are those at `local_parameters`; with ``()`` those at the shared parameters.
 
     Raises:
       TypeError: ``opt_state`` is not given.
@@ -420,11 +410,7 @@ def stacked_gradients(
     inner = shards.inner_axes(mesh, axis_name) if manual else ()
     every = axes.names(axis_name) + inner
     on_device = _gradients_on_device(
-        loss_fn if stateful else _with_state_and_aux(loss_fn),
-        every if manual else (),
-        inner,
-        microbatches,
-        clip_norm,
+        loss_fn, every if manual else (), inner, microbatches, clip_norm, stateful
     )
     workers = shards.num_workers(mesh, axis_name)
 
@@ -471,13 +457,12 @@ def stacked_gradients(
 
     def compute(params, opt_state, state, batch, *key):
         batch = jax.tree.map(jnp.asarray, batch)
-
-        def by_type(x) -> P:
-            """Divides the dimension that the type on an Explicit mesh does, or the first one."""
-            row = shards.row_dimension(jax.typeof(x).sharding.spec, axis_name)
-            return P(*[None] * (row or 0), every)
-
-        given = jax.tree.map(by_type, batch) if batch_specs is None else batch_specs
+        # The dimension that the type of an array on an Explicit mesh divides, or the first one.
+        rows = jax.tree.map(
+            lambda x: shards.row_dimension(jax.typeof(x).sharding.spec, axis_name) or 0, batch
+        )
+        by_type = jax.tree.map(lambda row: P(*[None] * row, every), rows)
+        given = by_type if batch_specs is None else batch_specs
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         leaf_batch_specs = shards.batch_leaf_specs(batch, given, mesh, axis_name)
         rows = jax.tree.map(lambda spec: shards.row_dimension(spec, axis_name), leaf_batch_specs)

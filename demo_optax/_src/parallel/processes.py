@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -48,14 +49,11 @@ def _picklable(error: BaseException) -> BaseException:
 
     The other processes must learn of the error even if its own methods raise or are interrupted.
     """
-    name = type(error).__name__
     with contextlib.suppress(BaseException):
         restored = pickle.loads(pickle.dumps(error))
         if (repr(restored), str(restored)) == (repr(error), str(error)):
             return error
-    with contextlib.suppress(BaseException):
-        return RuntimeError(f"{name}: {error}")
-    return RuntimeError(f"{name}: <exception str() failed>")
+    return RuntimeError("".join(traceback.format_exception_only(error)).strip())
 
 
 @no_context_mesh()

@@ -5,6 +5,7 @@ parameters, so nothing makes its replica equal to the others again.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -54,11 +55,9 @@ def check_replicas(
     leaf that is divided among the workers, such as a momentum, is compared only where the devices
     of one worker hold copies of it.
 
-    In one all-gather each device sends a checksum of four bytes for each leaf, to which NaNs, signs
-    of zeros and the order of elements contribute. It always differs if a single element does (or
-    one half of a 64-bit number), and misses any other difference with a probability of 2**-32. The
-    program compiles once for each tree of shapes and shardings. If there are several processes, all
-    must call this together, and all get the same answer.
+    In one all-gather each device sends a checksum of four bytes for each leaf. It always differs if
+    a single element does (or one half of a 64-bit number), and misses any other difference with a
+    probability of 2**-32. If there are several processes, all must call this together.
 
     Args:
       tree: arrays on the mesh of any dtype, such as ``(params, opt_state)``. Those of simulated
@@ -109,7 +108,19 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
     """
     leaves, structure = jax.tree.flatten(tree)
     differences = list(_differences(tree, mesh, axis_name))
-    _require_majorities([drift for _, drifts, _ in differences for drift in drifts])
+    disputed = [drift for _, drifts, _ in differences for drift in drifts if not drift.repairable]
+    lines = [
+        f"leaf{leaf} differs between the workers {sorted({x.worker for x in of_leaf})}"
+        for leaf, of_leaf in itertools.groupby(disputed, lambda drift: drift.leaf)
+    ]
+    if lines:
+        raise ValueError(
+            f"no copy is held by more than half of the devices that should agree: "
+            f"{'; '.join(lines[:3])}{f'; and {len(lines) - 3} more leaves' if lines[3:] else ''}"
+            ". It is unknown which is right: restore the last checkpoint from before the drift. "
+            "Checks in shorter intervals, and three workers or more, leave a majority to repair "
+            "from."
+        )
     for number, _, source in differences:
         leaf = leaves[number]
         with shards.no_context_mesh():
@@ -155,24 +166,6 @@ def _differences(tree, mesh, axis_name) -> Iterator[tuple[int, list[Drift], np.n
         source = np.zeros(mesh.axis_sizes, bool)
         source.flat[holders[np.arange(len(held)), np.argmax(in_majority, axis=1)]] = True
         yield number, drifts, source
-
-
-def _require_majorities(drifts: list[Drift]) -> None:
-    disputed: dict[str, set[int]] = {}
-    for drift in drifts:
-        if not drift.repairable:
-            disputed.setdefault(drift.leaf, set()).add(drift.worker)
-    if disputed:
-        lines = [
-            f"leaf{leaf} differs between the workers {sorted(of)}" for leaf, of in disputed.items()
-        ]
-        raise ValueError(
-            f"no copy is held by more than half of the devices that should agree: "
-            f"{'; '.join(lines[:3])}{f'; and {len(lines) - 3} more leaves' if lines[3:] else ''}"
-            ". It is unknown which is right: restore the last checkpoint from before the drift. "
-            "Checks in shorter intervals, and three workers or more, leave a majority to repair "
-            "from."
-        )
 
 
 def _spec(name, x, mesh) -> P:

@@ -57,10 +57,7 @@ def auto_axes(mesh: Mesh | AbstractMesh) -> Iterator[tuple[Mesh | AbstractMesh, 
         same = given.mesh.shape_tuple == mesh.shape_tuple
         return jax.device_put(x, NamedSharding(auto, given.spec if same else P()))
 
-    context = contextlib.nullcontext()
-    if AxisType.Explicit in (*mesh.axis_types, *jax.sharding.get_abstract_mesh().axis_types):
-        context = jax.sharding.use_abstract_mesh(auto.abstract_mesh)
-    with context:
+    with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
         yield auto, functools.partial(jax.tree.map, move)
 
 
@@ -115,8 +112,8 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
         return tree
-    all_auto = set(mesh.axis_types) == {AxisType.Auto}
-    place = jax.lax.with_sharding_constraint if all_auto else jax.device_put
+    is_auto = set(mesh.axis_types) == {AxisType.Auto}
+    place = jax.lax.with_sharding_constraint if is_auto else jax.device_put
     return jax.tree.map(place, tree, jax.tree.broadcast(shardings(mesh, specs), tree))
 
 
@@ -244,20 +241,21 @@ def made_equal(tree, specs, may_have_copies: Any, axis_name: AxisName):
     Each of them exchanged its own copy. If one of their packets were rejected, the copies would
     differ from then on. ``may_have_copies`` is a bool, or one for each leaf.
     """
-
-    def equal(path, x, spec, may_have_copies):
-        over = axes.varying(x) - {*axes_of(spec)} - {*axes.names(axis_name)}
-        if over and not may_have_copies:
+    copied_axes = jax.tree.map(
+        lambda x, spec: axes.varying(x) - {*axes_of(spec), *axes.names(axis_name)}, tree, specs
+    )
+    allowed = jax.tree.broadcast(may_have_copies, tree)
+    for (path, x), over, is_allowed in zip(
+        jax.tree.leaves_with_path(tree), *map(jax.tree.leaves, (copied_axes, allowed)), strict=True
+    ):
+        if over and not is_allowed:
             raise ValueError(
                 f"leaf{keystr(path)} of the optimizer state, of shape {x.shape}, differs between "
                 f"the shards of a worker, over {sorted(over)}, but cannot be sharded "
                 "like a parameter. Leave its parameter whole (param_specs=P()), or use an "
                 "optimizer whose state has the shapes of the parameters."
             )
-        return from_first(x, over)
-
-    copies = jax.tree.broadcast(may_have_copies, tree)
-    return jax.tree.map_with_path(equal, tree, specs, copies)
+    return jax.tree.map(from_first, tree, copied_axes)
 
 
 def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
@@ -343,10 +341,10 @@ def map_workers(
     worker_axes = {*axes.names(axis_name)}
 
     def where_stacked(change: Callable, specs, tree):
-        def changed(x, spec):
-            return change(x) if worker_axes & {*axes_of(spec)} else x
-
-        return jax.tree.map(changed, tree, jax.tree.broadcast(specs, tree))
+        specs = jax.tree.broadcast(specs, tree)
+        return jax.tree.map(
+            lambda x, spec: change(x) if worker_axes & {*axes_of(spec)} else x, tree, specs
+        )
 
     def on_device(*args):
         results = fn(*where_stacked(lambda x: x[0], in_specs, args))

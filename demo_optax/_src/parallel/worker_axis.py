@@ -1,10 +1,19 @@
-"""Gives state that differs between workers a leading worker axis in global arrays.
+"""The state of all workers: which of it differs between them, where it lies, and its update.
 
 A momentum that differs between workers must not be typed as replicated, since a checkpoint would
 then mix the parts of several workers. Outside the step such leaves have a leading axis with one
 entry per worker, sharded over the workers.
+
+The types of states say which leaves these are, without any update being traced. A state of ours
+names its local fields, and a state that exchanges is marked by ``exchanges``. In the tuples of
+``optax.chain``, all that stands before an exchange is local, since it sees local gradients; what
+follows it is shared. JAX's types refuse any leaf for which this is wrong, since it would drift
+apart unseen.
 """
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +21,252 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import keystr
+from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed, zero_unless
 from demo_optax._src.axes import PARAM_SPECS, AxisName, sharded_axes
-from demo_optax._src.compression.settings import require_words
+from demo_optax._src.compression.settings import KNOWN, require_words
 from demo_optax._src.local_state import LocalStepsState, nodes
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import StateLayout, find_layout
 from demo_optax._src.participation import PARTICIPATES
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateLayout:
+    """Holds the sharding of parameters and optimizer state on a mesh.
+
+    Attributes:
+      params, state: PartitionSpecs of the parameters and of the state.
+      param_shapes, state_shapes: shapes of the parameters, and of the state of all workers.
+      varies_over_workers: bools, whether each leaf of the state differs between workers.
+      may_have_copies: bools, whether several devices of a worker may hold copies of each leaf.
+      settings: the settings that the words in the state stand for, by the paths of these leaves.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axis_name: AxisName
+    params: Any
+    param_shapes: Any
+    state: Any
+    state_shapes: Any
+    varies_over_workers: Any
+    may_have_copies: Any
+    settings: dict[str, Any]
+
+
+def state_specs(
+    tx: optax.GradientTransformation,
+    params,
+    mesh: Mesh | AbstractMesh,
+    axis_name: AxisName = "data",
+    param_specs=None,
+):
+    """Returns PartitionSpecs of the state that `init_opt_state` makes, for any optax chain.
+
+    Args:
+      tx: any optax transformation that exchanges over ``axis_name``.
+      params: arrays or shapes of the parameters.
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
+        prefix of one.
+
+    Returns:
+      A tree like the state. A leaf that differs between workers has a leading worker axis, so
+      its spec is ``P(axis_name, ...)``. If its path ends with the path of a parameter, the rest of
+      the spec is that of the parameter, without the dimensions that the leaf has reduced to 1.
+
+    Raises:
+      ValueError: the mesh has no such axis; ``param_specs`` do not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo_adamw(1e-3, axis_name="data")
+      >>> momentum, (rms, *_) = state_specs(tx, {"w": jnp.ones((4, 4))}, mesh)
+      >>> momentum.momentum, rms.nu
+      ({'w': P('data',)}, {'w': P()})
+    """
+    return find_layout(tx, params, mesh, axis_name, param_specs).state
+
+
+def state_shardings(
+    tx: optax.GradientTransformation,
+    params,
+    mesh: Mesh,
+    axis_name: AxisName = "data",
+    param_specs=None,
+):
+    """Returns NamedShardings of the state that `init_opt_state` makes.
+
+    Arguments and errors are those of `state_specs`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-3, axis_name="data")
+      >>> state_shardings(tx, {"w": jnp.ones((4, 4))}, mesh)[0].momentum["w"].spec
+      P('data',)
+    """
+    return shards.shardings(mesh, state_specs(tx, params, mesh, axis_name, param_specs))
+
+
+def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
+    """Returns the layout for arrays or shapes of the whole parameters."""
+    checks.require_unwrapped(tx)
+    checks.real_leaves("parameter", params)
+    shards.num_workers(mesh, axis_name)
+    params = checks.shapes_of("parameter", params)
+    specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+    inner, init = unboxed(specs), boxed_inside(tx, specs).init
+    parts = jax.tree.map(
+        lambda x, spec: x.update(shape=NamedSharding(mesh, spec).shard_shape(x.shape)),
+        unboxed(params),
+        inner,
+    )
+    trace = jax.make_jaxpr(init, return_shape=True)
+    traced, zeros = [], jax.tree.map(jnp.zeros_like, parts)
+    # The shares of owners depend on the size of an axis.
+    init_worker = jax.shard_map(
+        lambda: traced.append(trace(zeros)),
+        mesh=mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh,
+        in_specs=(),
+        out_specs=P(),
+    )
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in context
+        jax.eval_shape(init_worker)
+    program, made = traced[-1]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
+    # Alone, a worker has no axis along which its state could differ.
+    alone = jax.tree.map(lambda _: False, shapes)
+    is_local = local_leaves(shapes) if axes.names(axis_name) else alone
+
+    def of_all_workers(x, spec, is_local):
+        shape = (1,) * is_local + x.shape
+        pairs = zip(shape, shards.counts(shape, spec, mesh), strict=True)
+        return x.update(shape=tuple(map(math.prod, pairs)))
+
+    state, may_have_copies = _state_specs(shapes, is_local, parts, inner, axis_name)
+    return StateLayout(
+        mesh=mesh,
+        axis_name=axis_name,
+        params=specs,
+        param_shapes=params,
+        state=state,
+        state_shapes=jax.tree.map(of_all_workers, shapes, state, is_local),
+        varies_over_workers=is_local,
+        may_have_copies=may_have_copies,
+        settings=_settings_in(program, shapes),
+    )
+
+
+def _settings_in(program, shapes) -> dict[str, Any]:
+    """Returns the settings of the words in a state, which are constants of its traced ``init``."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(shapes)]
+    wanted = [path[-1:] == (GetAttrKey("format"),) for path in paths]
+    kept, _ = partial_eval.dce_jaxpr(program.jaxpr, wanted)
+    with jax.ensure_compile_time_eval():
+        words = core.jaxpr_as_fun(core.ClosedJaxpr(kept, program.consts))()
+    of_words = [KNOWN[int(np.ravel(word)[0])] for word in words]
+    return dict(zip(map(keystr, itertools.compress(paths, wanted)), of_words, strict=True))
+
+
+_DECIDE_ALONE = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+)
+
+
+def local_leaves(state, fields: tuple[str, ...] = ("local_fields",)) -> Any:
+    """Tells which leaves of a worker's state differ between workers.
+
+    ``fields`` are the attributes by which a state's type names local fields.
+    """
+
+    def mark(node):
+        if type(node) in _DECIDE_ALONE and _exchanges(node):
+            raise ValueError(
+                f"{type(node).__name__} is a state of optax.MultiSteps, apply_if_finite, "
+                "conditionally_transform or conditionally_mask, which let each worker decide alone "
+                "whether it takes part in a step: accumulate with "
+                "make_train_step(microbatches=...) or demo_optax.multi_steps instead, and leave "
+                "conditions on the gradient out. Workers whose gradient is not finite are left out "
+                "already."
+            )
+        local = {name for key in fields for name in getattr(type(node), key, ())}
+        if local:
+            marks = [
+                jax.tree.broadcast(True, x) if name in local else local_leaves(x, fields)
+                for name, x in zip(node._fields, node, strict=True)
+            ]
+            return node._make(marks)
+        if type(node) is tuple:
+            exchanging = [i for i, part in enumerate(node) if _exchanges(part)]
+            in_front = {*range(max(exchanging, default=0))} - {*exchanging}
+            return tuple(
+                jax.tree.broadcast(True, part) if i in in_front else local_leaves(part, fields)
+                for i, part in enumerate(node)
+            )
+        return jax.tree.broadcast(False, node)
+
+    return jax.tree.map(
+        mark,
+        state,
+        is_leaf=lambda node: (
+            any(hasattr(type(node), key) for key in fields) or type(node) in (tuple, *_DECIDE_ALONE)
+        ),
+    )
+
+
+def _exchanges(state) -> bool:
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(type(node), "exchanges"))
+    return any(hasattr(type(node), "exchanges") for node in nodes)
+
+
+def _state_specs(shapes, is_local, params, param_specs, axis_name: AxisName):
+    """Returns the spec of each leaf of a state, and whether a worker's devices may hold copies.
+
+    ``shapes`` and ``params`` are those of one device's shards.
+    """
+    sharded, leaf_specs = sharded_axes(param_specs), jax.tree.leaves(param_specs)
+    of_path = {
+        path: (x.shape, spec)
+        for (path, x), spec in zip(jax.tree.leaves_with_path(params), leaf_specs, strict=True)
+    }
+    of_devices = {  # what belongs to a device and not to a parameter
+        (*path, GetAttrKey(name))
+        for path, node in jax.tree.leaves_with_path(shapes, is_leaf=shards.is_momentum)
+        if shards.is_momentum(node)
+        for name in ("exchange", "pending")
+    }
+
+    def find(path, leaf, is_local) -> tuple[P, bool]:
+        front = (axis_name,) * is_local
+        if any(path[:end] in of_devices for end in range(len(path) + 1)):
+            return P(*front, *[sharded] * bool(leaf.ndim and sharded)), True
+        for start in range(len(path) + 1):
+            shape, spec = of_path.get(path[start:], ((), None))
+            if spec is not None and len(spec) <= leaf.ndim:
+                was_whole = shape if len(shape) == leaf.ndim else leaf.shape
+                sizes = zip(spec, leaf.shape, was_whole, strict=False)
+                entries = [None if n == 1 < whole else entry for entry, n, whole in sizes]
+                # Without trailing Nones, as in results, ``jax.jit`` finds the same sharding again.
+                while entries and entries[-1] is None:
+                    entries.pop()
+                return P(*front, *entries), True
+        return P(*front), leaf.ndim == 0 and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+    found = jax.tree.map_with_path(find, shapes, is_local)
+    return tuple(jax.tree.map(lambda _, pair, i=i: pair[i], shapes, found) for i in (0, 1))
 
 
 class Stacked(optax.GradientTransformationExtraArgs):
@@ -60,13 +300,10 @@ def stack_workers(
     `worker_gradients`. It runs the optimizer inside a ``jax.shard_map``, where each device has its
     own shards.
 
-    A Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
-    unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since the boxes
-    do not name the axis of workers. A worker whose gradient is not finite keeps its entries.
-
-    The arguments are those of `state_specs`. The result is an
-    ``optax.GradientTransformationExtraArgs``, whose method ``state_shardings(params)`` gives the
-    NamedShardings of its state, for arrays or shapes of the parameters.
+    Any holder of an optax transformation works unchanged, such as a Flax ``TrainState`` or an
+    ``nnx.Optimizer``; the state has none of Flax's boxes. A worker whose gradient is not finite
+    keeps its entries. The arguments are those of `state_specs`. The result has a method
+    ``state_shardings(params)``, which gives the NamedShardings of its state.
 
     Example:
       >>> import jax, jax.numpy as jnp, demo_optax
@@ -117,13 +354,29 @@ def update_stacked(tx, layout: StateLayout, gradients, state, params, extra_args
     """
     mesh, axis_name, sent = layout.mesh, layout.axis_name, []
     given = layout.params, layout.state, P() if params is None else layout.params
-    stacked = shards.stacked_specs(layout.params, axis_name)
-    in_specs = stacked, *given[1:], P()
+    in_specs = shards.stacked_specs(layout.params, axis_name), *given[1:], P()
+    inner, specs = boxed_inside(tx, layout.params), unboxed(layout.params)
 
-    def on_device(*args):
-        updates, new, number = _update_on_device(tx, layout, *args)
-        sent.append(number)
-        return updates, new
+    def on_device(boxed_gradient, old, params, extra_args):
+        gradient, params = unboxed(boxed_gradient), unboxed(params)
+        participates = participation.decide(gradient, axis_name, extra_args)
+
+        @jax.jit
+        def update(gradient, old, params, participates):
+            extra = {**extra_args, PARTICIPATES: participates, PARAM_SPECS: specs}
+            updates, new = inner.update(gradient, old, params, **extra)
+            return updates, shards.merge_shard_metrics(new, old, sharded_axes(specs))
+
+        args = gradient, old, params, participates
+        program = update.trace(*args).jaxpr
+        sent.append(axes.bytes_handed_over(program, axis_name))
+        updates, new = update(*args)
+        updates = _frozen_zeros(program, updates, args, axis_name)
+        updates = shards.made_equal(updates, specs, True, axis_name)
+        new = shards.made_equal(new, layout.state, layout.may_have_copies, axis_name)
+        new = participation.keep_local_state(new, old, layout.varies_over_workers, participates)
+        updates = jax.tree.leaves(_zero_updates_of_nobody(updates, new))
+        return jax.tree.unflatten(jax.tree.structure(boxed_gradient), updates), new
 
     args = shards.constrain_sharding((gradients, state, params), mesh, in_specs[:3])
     on_workers = shards.map_workers(on_device, mesh, axis_name, in_specs, given[:2])
@@ -158,33 +411,6 @@ def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in context
         jax.eval_shape(update, gradients, layout.state_shapes, params)
     return sent[-1]
-
-
-def _update_on_device(
-    tx, layout: StateLayout, gradient, old, params, extra_args
-) -> tuple[Any, Any, int | None]:
-    structure: Any = jax.tree.structure(gradient)
-    gradient, params = unboxed(gradient), unboxed(params)
-    specs, axis_name = unboxed(layout.params), layout.axis_name
-    participates = participation.decide(gradient, axis_name, extra_args)
-    inner = boxed_inside(tx, layout.params)
-
-    @jax.jit
-    def update(gradient, old, params, participates):
-        extra = {**extra_args, PARTICIPATES: participates, PARAM_SPECS: specs}
-        updates, new = inner.update(gradient, old, params, **extra)
-        return updates, shards.merge_shard_metrics(new, old, sharded_axes(specs))
-
-    args = gradient, old, params, participates
-    program = update.trace(*args).jaxpr
-    updates, new = update(*args)
-    updates = _frozen_zeros(program, updates, args, axis_name)
-    updates = shards.made_equal(updates, specs, True, axis_name)
-    new = shards.made_equal(new, layout.state, layout.may_have_copies, axis_name)
-    new = participation.keep_local_state(new, old, layout.varies_over_workers, participates)
-    updates = _zero_updates_of_nobody(updates, new)
-    sent = axes.bytes_handed_over(program, axis_name)
-    return structure.unflatten(jax.tree.leaves(updates)), new, sent
 
 
 def _frozen_zeros(program, updates, args, axis_name: AxisName):
@@ -237,15 +463,15 @@ def _participants(state) -> list[tuple[list, IntScalar]]:
 
     A dense mean names no paths, and a step inside a round has no participants.
     """
-    found, kinds = [], (LocalStepsState, DecoupledMomentumState, MeanOverWorkersState)
-    for node in nodes(state, kinds):
+    found: list[tuple[list, IntScalar]] = []
+    for node in nodes(state, (LocalStepsState, DecoupledMomentumState, MeanOverWorkersState)):
         if isinstance(node, LocalStepsState):
             ended = node.mini_step == 0
             found += [(paths, jnp.where(ended, n, 0)) for paths, n in _participants(node.outer)]
         elif isinstance(node, DecoupledMomentumState):
             paths = [path for path, _ in jax.tree.leaves_with_path(node.momentum)]
             found.append((paths, node.metrics.participants))
-        elif isinstance(node, MeanOverWorkersState):
+        else:
             found.append(([], node.participants))
     return found
 
@@ -379,3 +605,41 @@ def require_state(opt_state, layout: StateLayout) -> None:
     checks.state_fits(what, opt_state, layout.state_shapes, remedy)
     words = {keystr(path): x for path, x in jax.tree.leaves_with_path(opt_state)}
     require_words(what, words, layout.settings, remedy)
+
+
+def join_state(own_state, shared_state):
+    """Returns the state of a worker that joins a run: its own half, and the half that all share.
+
+    It is for workers that step by ``send`` and ``apply`` of a `demo_optax.SplitTransformation`,
+    also with `demo_optax.local_steps`. The worker takes the parameters of the others as well. From
+    the next ``apply`` on its parameters equal theirs to the last bit.
+
+    Args:
+      own_state: the state of this worker, new from ``tx.init(params)`` or from an old run of its
+        own. The momentum, the preconditioner, a displacement and a round under way stay.
+      shared_state: the state of any other worker between two ``apply``, as arrays of JAX or NumPy.
+        Counts, metrics, rounds and the state of the base optimizer are taken from it.
+
+    Raises:
+      ValueError: the two states were not made by the same optimizer for the same parameters; or
+        ``own_state`` has sent a message that still waits for ``apply``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, demo_optax
+      >>> tx, params = demo_optax.demo(0.1), jnp.ones((8, 8))
+      >>> outbox, theirs = tx.send(jnp.eye(8), tx.init(params), params, worker=0)
+      >>> updates, theirs = tx.apply(outbox.packets, outbox, theirs, params, worker=0)
+      >>> joined = join_state(tx.init(params), theirs)
+      >>> int(joined[0].count), float(jnp.abs(joined[0].momentum).max())
+      (1, 0.0)
+    """
+    remedy = "Make both by tx.init of the same optimizer, for the same parameters."
+    checks.state_fits("the shared state", shared_state, own_state, remedy)
+    for momentum in nodes(own_state, DecoupledMomentumState):
+        checks.require_unsent(momentum)
+    return jax.tree.map(
+        lambda own, theirs, is_own: own if is_own else jnp.asarray(theirs),
+        own_state,
+        shared_state,
+        local_leaves(own_state, ("local_fields", "own_fields")),
+    )

@@ -31,7 +31,7 @@ from demo_optax._src.exchange import Delayed, Outbox
 from demo_optax._src.exchange.protocol import EMPTY
 from demo_optax._src.parallel import shards, worker_axis
 from demo_optax._src.parallel.gradients import WorkerGradients, stacked_gradients
-from demo_optax._src.parallel.layout import find_layout
+from demo_optax._src.parallel.worker_axis import find_layout
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.replicated_state import to_devices
 
