@@ -116,8 +116,8 @@ class Fragments:
                 "Compression(topk=4096, transform='identity') with decay=1.0, gradient_weight=1.0 "
                 "and mean='workers' sends every element."
             )
-        stacked = _of_stacks(outer.compression)
-        return cls(outer.algorithm.with_compression(stacked), Cutter(outer.compression, count))
+        algorithm = outer.algorithm.with_compression(_of_stacks(outer.compression))
+        return cls(algorithm, Cutter(outer.compression, count))
 
     def init(self, params) -> tuple[Any, Pending]:
         """Returns the states of the outer optimizer, and an outbox from before the first send."""

@@ -124,11 +124,11 @@ def local_steps(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalSteps:
-    """The arguments of `local_steps`, of which ``every`` is that between fragments."""
+    """The arguments of `local_steps`; with fragments a round lasts from one to the next."""
 
     inner: optax.GradientTransformationExtraArgs
     outer: Any
-    every: int
+    steps_per_round: int
     merge: float | None
     axis_name: AxisName
     fragments: Fragments | None = None
@@ -140,10 +140,6 @@ class LocalSteps:
     @property
     def exchange(self) -> Exchange:
         return self.outer.exchange
-
-    @property
-    def steps_per_round(self) -> int:
-        return self.every
 
     def init(self, params) -> LocalStepsState:
         parts = self.fragments
@@ -161,16 +157,16 @@ class LocalSteps:
                 "the state of outer holds a LookAheadState ('look_ahead'), but a round begins at "
                 "the shared parameters: give outer look_ahead=None."
             )
-        none, axis_name = jnp.zeros((), jnp.int32), self.axis_name
+        none = jnp.zeros((), jnp.int32)
         weight = jnp.zeros(parts.cutter.count if parts else (), jnp.float32)
         return LocalStepsState(
             round=none,
             first_step=none,
-            last_step=jnp.full((), self.every - 1, jnp.int32),
+            last_step=jnp.full((), self.steps_per_round - 1, jnp.int32),
             mini_step=none,
-            weight=axes.as_varying(weight, axis_name),
-            displacement=axes.as_varying(_zeros_to_sum(unboxed(params)), axis_name),
-            inner=axes.as_varying(inner_state, axis_name),
+            weight=axes.as_varying(weight, self.axis_name),
+            displacement=axes.as_varying(_zeros_to_sum(unboxed(params)), self.axis_name),
+            inner=axes.as_varying(inner_state, self.axis_name),
             outer=outer_state,
             pending=pending,
         )
@@ -204,13 +200,12 @@ class LocalSteps:
             first = state.first_step + state.mini_step
             change, extra, state = self._end_round(updates, state, shared, extra_args)
             weights = jnp.where(extra[PARTICIPATES], weights.at[number].set(0), 0)
-            last = first + self.every - 1
+            last = first + self.steps_per_round - 1
             state = state._replace(first_step=first, last_step=last, weight=weights)
             return results, parts.send(change, state, shared, extra)
 
         # Without a conditional, the exchange overlaps with the gradient.
-        is_due = True if self.every == 1 else is_due
-        return _exchange_if(is_due, exchange, state)
+        return _exchange_if(self.steps_per_round == 1 or is_due, exchange, state)
 
     def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
         ends_round, new = self._take_step(gradient, state, params, extra_args)
@@ -253,8 +248,8 @@ class LocalSteps:
         reached = [round, *[one.count + one.sent.astype(jnp.int32) for one in momenta]]
         reached = jnp.array(reached).max()
         ahead = reached - state.round
-        last = state.last_step + ahead * self.every
-        first = jnp.where(ahead > 0, last - (self.every - 1), state.first_step)
+        last = state.last_step + ahead * self.steps_per_round
+        first = jnp.where(ahead > 0, last - (self.steps_per_round - 1), state.first_step)
         return state._replace(round=reached, first_step=first, last_step=last)
 
     def _take_step(self, gradient, state, params, extra_args):
@@ -264,16 +259,15 @@ class LocalSteps:
                 "local_steps needs the shared parameters, to which each worker's own are relative, "
                 "but params is None: call update(gradient, state, params)."
             )
-        axis_name = self.axis_name
-        checks.require_local_gradient(gradient, axis_name)
+        checks.require_local_gradient(gradient, self.axis_name)
         now = state if self.fragments else self._at_round(state, state.round)
         step = now.first_step + state.mini_step
         ends_round = extra_args.pop(ENDS_ROUND, step >= now.last_step)
-        participates = participation.decide(gradient, axis_name, extra_args)
+        participates = participation.decide(gradient, self.axis_name, extra_args)
         inner_state = participation.with_counts(state.inner, jnp.minimum(step, now.last_step))
         local_params = local_parameters(params, state)
         steps, inner_state = self.inner.update(gradient, inner_state, local_params, **extra_args)
-        _require_no_exchange(steps, axis_name)
+        _require_no_exchange(steps, self.axis_name)
         displacement = jax.tree.map(
             lambda d, u: d + u.astype(d.dtype), state.displacement, unboxed(steps)
         )
