@@ -282,7 +282,6 @@ class LocalSteps:
 
     def _end_round(self, gradient, state, params, extra_args):
         """Returns the gradient of the outer optimizer, its extra arguments, and the new state."""
-        structure = jax.tree.structure(gradient)
         finite = all_finite(local_parameters(params, state))
         finite = axes.on_all_devices(finite, self.axis_name, extra_args)
         sends = finite & (state.weight > 0)
@@ -294,7 +293,7 @@ class LocalSteps:
         )
         extra = {**extra_args, PARTICIPATES: sends, MESSAGE_WEIGHT: state.weight}
         return (
-            structure.unflatten(jax.tree.leaves(change)),
+            jax.tree.unflatten(jax.tree.structure(gradient), jax.tree.leaves(change)),
             extra,
             state._replace(
                 mini_step=jnp.zeros((), jnp.int32),

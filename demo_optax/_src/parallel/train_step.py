@@ -58,7 +58,7 @@ class TrainMetrics(NamedTuple):
     aux: Any
     exchanged: jax.Array
     exchange: ExchangeMetrics | None
-    packet_bytes: int
+    packet_bytes: int | None
 
 
 def make_train_step(
@@ -169,14 +169,13 @@ def make_train_step(
             tx, layout, results.gradients, opt_state, params, extra_args
         )
         params = optax.apply_updates(params, updates)
-        in_all: Any = None if sent is None else StaticInt(sent * mesh.size // workers)
         metrics = TrainMetrics(
             loss=results.loss,
             gradient_norm=results.gradient_norm,
             aux=results.aux,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
-            packet_bytes=in_all,
+            packet_bytes=None if sent is None else StaticInt(sent * mesh.size // workers),
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, *([results.state] if stateful else []), metrics

@@ -100,7 +100,7 @@ def state_specs(
 def state_shardings(
     tx: optax.GradientTransformation,
     params,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
     param_specs=None,
 ):
@@ -315,13 +315,7 @@ def stack_workers(
       P('data',)
     """
     checks.require_unwrapped(tx)
-    workers = shards.num_workers(mesh, axis_name)
-
-    def layout_for(params) -> StateLayout:
-        return find_layout(tx, params, mesh, axis_name, param_specs)
-
-    def init_fn(params):
-        return init_opt_state(tx, params, mesh, axis_name, param_specs)
+    workers, where = shards.num_workers(mesh, axis_name), (mesh, axis_name, param_specs)
 
     def update_fn(updates, state, params=None, **extra_args):
         if axes.manual_names(axis_name):
@@ -335,15 +329,12 @@ def stack_workers(
             raise ValueError(_INSIDE.format("optax.masked or optax.partition"))
         require_stacked(updates, workers, "gradients", _MAKE_GRADIENTS, params)
         one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
-        layout = layout_for(one)
+        layout = find_layout(tx, one, *where)
         require_state(state, layout)
         return update_stacked(tx, layout, updates, state, params, extra_args)[:2]
 
-    def shardings_of(params):
-        return shards.shardings(mesh, layout_for(params).state)
-
-    vars(update_fn)["state_shardings"] = shardings_of
-    return Stacked(init_fn, update_fn)
+    vars(update_fn)["state_shardings"] = lambda params: state_shardings(tx, params, *where)
+    return Stacked(lambda params: init_opt_state(tx, params, *where), update_fn)
 
 
 def update_stacked(tx, layout: StateLayout, gradients, state, params, extra_args):
@@ -511,6 +502,7 @@ def init_opt_state(
             "jax.shard_map: leave it outermost, and wrap inside of it, as in "
             "stack_workers(demo_optax.multi_steps(tx, every, axis_name=...), mesh)."
         )
+    shards.is_simulated(mesh, axis_name)  # refuses a mesh without devices that has other axes
     return init_stacked(tx, find_layout(tx, params, mesh, axis_name, param_specs), params)
 
 
