@@ -92,8 +92,9 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
 
 
 def stacked_specs(specs, axis_name: AxisName):
-    """Returns the specs of arrays that have an axis of workers in front."""
-    return jax.tree.map(lambda spec: P(axis_name, *spec), specs)
+    """Returns the specs of arrays that have an axis of workers in front, if there is one."""
+    front = (axis_name,) if axes.names(axis_name) else ()
+    return jax.tree.map(lambda spec: P(*front, *spec), specs)
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs):
@@ -335,7 +336,8 @@ def map_workers(
     worker's entries of them. It runs in a ``jax.shard_map``, or for simulated workers in a
     ``jax.vmap``, which computes only once what is the same on all of them.
     """
-    if isinstance(mesh, AbstractMesh) and mesh.axis_names == axes.names(axis_name):
+    is_alone = len(mesh.axis_names) == 1 and mesh.axis_names == axes.names(axis_name)
+    if isinstance(mesh, AbstractMesh) and is_alone:
         in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
         return jax.vmap(fn, in_axes, out_axes, axis_name, mesh.size)
     worker_axes = {*axes.names(axis_name)}

@@ -132,10 +132,10 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
         inner,
     )
     trace = jax.make_jaxpr(init, return_shape=True)
-    traced, zeros = [], jax.tree.map(jnp.zeros_like, parts)
+    traced = []
     # The shares of owners depend on the size of an axis.
     init_worker = jax.shard_map(
-        lambda: traced.append(trace(zeros)),
+        lambda: traced.append(trace(jax.tree.map(jnp.zeros_like, parts))),
         mesh=mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh,
         in_specs=(),
         out_specs=P(),
@@ -391,16 +391,18 @@ def update_stacked(tx, layout: StateLayout, gradients, state, params, extra_args
 
 def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     """Returns the third result of `update_stacked`, without computing anything."""
-    workers, params = shards.num_workers(layout.mesh, layout.axis_name), layout.param_shapes
-    gradients = jax.tree.map(lambda x: x.update(shape=(workers, *x.shape)), params)
+    mesh, axis_name = layout.mesh, layout.axis_name
+    front = (shards.num_workers(mesh, axis_name),) if axes.names(axis_name) else ()
+    gradients = jax.tree.map(lambda x: x.update(shape=(*front, *x.shape)), layout.param_shapes)
+    sent, shapes = [], (gradients, layout.state_shapes, layout.param_shapes)
     extra_args = {"value": np.float32(0)}  # of optax.contrib.reduce_on_plateau
-    sent = []
 
-    def update(gradients, state, params):
-        sent.append(update_stacked(tx, layout, gradients, state, params, extra_args)[2])
+    def update():
+        args: Any = jax.tree.map(jnp.zeros_like, shapes)
+        sent.append(update_stacked(tx, layout, *args, extra_args)[2])
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in context
-        jax.eval_shape(update, gradients, layout.state_shapes, params)
+        jax.eval_shape(update)
     return sent[-1]
 
 
