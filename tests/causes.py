@@ -404,6 +404,10 @@ RAISED = [
         ),
     ),
     (
+        r"has no devices.*'data', 'fsdp'.*AbstractMesh",
+        functools.partial(init_on, lambda: jax.sharding.AbstractMesh((2, 2), ("data", "fsdp"))),
+    ),
+    (
         r"abstract form.*pass that mesh itself",
         lambda: demo_optax.make_train_step(model.loss, DEMO, two().abstract_mesh),
     ),
