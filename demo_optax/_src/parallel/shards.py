@@ -330,16 +330,24 @@ def _mesh_of_device(device, axis_names: tuple[str, ...]) -> Mesh:
 def map_workers(
     fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName, in_specs, out_specs
 ) -> Callable:
-    """Maps a function of one worker, or of one of its devices, over all of them.
+    """Maps a function as `map_devices` does, or by ``jax.vmap`` for simulated workers.
+
+    ``jax.vmap`` computes a result that is the same on all workers only once.
+    """
+    if not is_simulated(mesh, axis_name):
+        return map_devices(fn, mesh, axis_name, in_specs, out_specs)
+    in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
+    return jax.vmap(fn, in_axes, out_axes, axis_name, mesh.size)
+
+
+def map_devices(
+    fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName, in_specs, out_specs
+) -> Callable:
+    """Maps a function of one device of a worker over all of them, by ``jax.shard_map``.
 
     Leaves whose spec names the workers' axis are stacked, and the function takes and returns one
-    worker's entries of them. It runs in a ``jax.shard_map``, or for simulated workers in a
-    ``jax.vmap``, which computes only once what is the same on all of them.
+    worker's entries of them.
     """
-    is_alone = len(mesh.axis_names) == 1 and mesh.axis_names == axes.names(axis_name)
-    if isinstance(mesh, AbstractMesh) and is_alone:
-        in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
-        return jax.vmap(fn, in_axes, out_axes, axis_name, mesh.size)
     worker_axes = {*axes.names(axis_name)}
 
     def where_stacked(change: Callable, specs, tree):

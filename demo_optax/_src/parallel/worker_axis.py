@@ -337,7 +337,9 @@ def stack_workers(
     return Stacked(lambda params: init_opt_state(tx, params, *where), update_fn)
 
 
-def update_stacked(tx, layout: StateLayout, gradients, state, params, extra_args):
+def update_stacked(
+    tx, layout: StateLayout, gradients, state, params, extra_args, spread=shards.map_workers
+):
     """Runs the optimizer on stacked gradients, on each device of the workers.
 
     All workers get the same ``extra_args``. The third result is the number of bytes that a device
@@ -370,7 +372,7 @@ def update_stacked(tx, layout: StateLayout, gradients, state, params, extra_args
         return jax.tree.unflatten(jax.tree.structure(boxed_gradient), updates), new
 
     args = shards.constrain_sharding((gradients, state, params), mesh, in_specs[:3])
-    on_workers = shards.map_workers(on_device, mesh, axis_name, in_specs, given[:2])
+    on_workers = spread(on_device, mesh, axis_name, in_specs, given[:2])
     try:
         return *on_workers(*args, extra_args), sent[-1]
     except ValueError as error:
@@ -393,13 +395,14 @@ def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     """Returns the third result of `update_stacked`, without computing anything."""
     mesh, axis_name = layout.mesh, layout.axis_name
     front = (shards.num_workers(mesh, axis_name),) if axes.names(axis_name) else ()
-    gradients = jax.tree.map(lambda x: x.update(shape=(*front, *x.shape)), layout.param_shapes)
-    sent, shapes = [], (gradients, layout.state_shapes, layout.param_shapes)
+    stacked = jax.tree.map(lambda x: x.update(shape=(*front, *x.shape)), layout.param_shapes)
+    sent, shapes = [], (stacked, layout.state_shapes, layout.param_shapes)
     extra_args = {"value": np.float32(0)}  # of optax.contrib.reduce_on_plateau
 
     def update():
-        args: Any = jax.tree.map(jnp.zeros_like, shapes)
-        sent.append(update_stacked(tx, layout, *args, extra_args)[2])
+        gradients, state, params = jax.tree.map(jnp.zeros_like, shapes)
+        args = tx, layout, gradients, state, params, extra_args
+        sent.append(update_stacked(*args, spread=shards.map_devices)[2])
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in context
         jax.eval_shape(update)
@@ -504,7 +507,6 @@ def init_opt_state(
             "jax.shard_map: leave it outermost, and wrap inside of it, as in "
             "stack_workers(demo_optax.multi_steps(tx, every, axis_name=...), mesh)."
         )
-    shards.is_simulated(mesh, axis_name)  # refuses a mesh without devices that has other axes
     return init_stacked(tx, find_layout(tx, params, mesh, axis_name, param_specs), params)
 
 
