@@ -382,9 +382,6 @@ RAISED = [
     ),
     batch_of_one_process,
     lambda: step_of(DEMO, two())(model.init(), state_of(2), *model.batch(0).values()),
-    lambda: jax.vmap(
-        lambda x: demo_optax.local_value_and_grad(jnp.sum, "data")(a=x), axis_name="data"
-    )(jnp.ones((2, 3))),
     lambda: demo_optax.stack_workers(demo_optax.stack_workers(DEMO, two()), two()),
     (
         "the gradients of 2 workers are expected",
@@ -400,6 +397,10 @@ RAISED = [
         lambda: demo_optax.make_train_step(
             model.loss, DEMO, jax.sharding.AbstractMesh((2, 2), ("data", "fsdp"))
         ),
+    ),
+    (
+        r"has no devices.*'data', 'fsdp'.*AbstractMesh",
+        functools.partial(init_on, lambda: jax.sharding.AbstractMesh((2, 2), ("data", "fsdp"))),
     ),
     (
         r"abstract form.*pass that mesh itself",

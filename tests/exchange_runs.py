@@ -14,7 +14,7 @@ from demo_optax._src.compression import make_plan
 from demo_optax._src.compression.packet import Message, Origin, merge_rows, parse_headers
 from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange.averaging import decode_accepted
-from demo_optax._src.parallel.layout import find_layout
+from demo_optax._src.parallel.worker_axis import find_layout
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
 

@@ -190,9 +190,19 @@ COLLECTIVES = {
 }
 
 
+def traced(fn, mesh):
+    """The program of a worker on a mesh."""
+
+    def worker():
+        fn()
+        return jnp.zeros(())
+
+    return jax.make_jaxpr(jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()))()
+
+
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_count_as_in_the_compiled_program(name):
-    program, _ = axes.trace_worker(COLLECTIVES[name], AbstractMesh((4,), ("data",)))
+    program = traced(COLLECTIVES[name], AbstractMesh((4,), ("data",)))
     counted = axes.bytes_handed_over(program, "data")
 
     def worker():
@@ -241,7 +251,7 @@ CONTROL_FLOW = {
 @pytest.mark.parametrize("name", CONTROL_FLOW)
 def test_every_pass_counts_and_the_largest_branch(name):
     times, fn = CONTROL_FLOW[name]
-    program, _ = axes.trace_worker(fn, AbstractMesh((4, 2), ("data", "inside")))
+    program = traced(fn, AbstractMesh((4, 2), ("data", "inside")))
     assert axes.bytes_handed_over(program, "data") == times * 4096
 
 
@@ -277,6 +287,16 @@ def test_a_single_worker_sends_nothing():
         assert demo_optax.packet_bytes(tx, params, axis_name=None) == 0
     by_none = demo_optax.AllGather(None)
     assert demo_optax.packet_bytes(compression, params, exchange=by_none) == 0
+
+
+def test_bytes_are_those_of_one_worker_whatever_its_axes_and_the_mesh_in_context():
+    params = {"w": jnp.ones((8, 8))}
+    of_two_axes = demo_optax.demo(1e-3, Compression(2, 4), axis_name=("rows", "columns"))
+    tx = demo_optax.demo(1e-3, Compression(2, 4), axis_name="data")
+    expected = demo_optax.packet_bytes(tx, params, workers=4)
+    assert demo_optax.packet_bytes(of_two_axes, params, ("rows", "columns"), workers=4) == expected
+    with jax.set_mesh(mesh_of(2, 2)):
+        assert demo_optax.packet_bytes(tx, params, workers=4) == expected
 
 
 def test_step_times_add_up():

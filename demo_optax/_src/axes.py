@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 from jax.typing import ArrayLike
@@ -164,23 +164,6 @@ def index(axis_name: AxisName) -> jax.Array:
 def types_are_tracked(axis_name: AxisName) -> bool:
     """Tells whether types distinguish local from replicated values over ``axis_name`` here."""
     return all(name in varying(jax.lax.axis_index(name)) for name in names(axis_name))
-
-
-def trace_worker(fn: Callable[[], Any], mesh: Mesh | AbstractMesh | None) -> tuple[Any, Any]:
-    """Traces a function without arguments as a worker on a mesh; returns program and results.
-
-    Nothing is computed or allocated, and the mesh in context is ignored. Without a mesh there is no
-    axis, and the worker is the only one.
-    """
-    results, mesh = [], mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-
-    def worker():
-        results.append(fn())
-        return jnp.zeros(())
-
-    program = jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()) if mesh else worker
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.make_jaxpr(program)(), results[-1]
 
 
 def bytes_handed_over(program: core.ClosedJaxpr, axis_name: AxisName) -> int | None:

@@ -20,26 +20,24 @@ LARGEST_RATE = 1e9
 
 def static_integer(name: str, value: Any, *, at_least: int) -> None:
     """Requires a Python integer, since it decides shapes and so cannot be traced."""
-    if isinstance(value, jax.Array):
-        raise TypeError(
-            f"{name} must be a Python integer, because it decides the shapes of what is sent, but "
-            f"it is an array ({value}): give an int."
-        )
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an integer of at least {at_least}, not {value!r}.")
+        raise TypeError(
+            f"{name} must be an integer of at least {at_least}, and a Python integer, since it "
+            f"decides shapes, not {value!r}."
+        )
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {value}.")
 
 
 def momentum_dtype(name: str, value: Any) -> None:
     """Requires a dtype of momenta, which ``optax.inject_hyperparams`` would call as a schedule."""
-    if isinstance(value, jax.Array):
+    dtypes = "bfloat16", "float32", "float64", jnp.bfloat16, jnp.float32, jnp.float64
+    if isinstance(value, jax.Array) or value not in dtypes:
         raise TypeError(
-            f"{name} must be a dtype, not an array. optax.inject_hyperparams calls every callable, "
-            f"including jnp.float32: give the dtype's name, as in {name}='float32'."
+            f"{name} must be 'bfloat16', 'float32' or 'float64', not {value!r}. Give the name, as "
+            f"in {name}='float32', since optax.inject_hyperparams calls every callable, including "
+            "jnp.float32."
         )
-    if value not in ("bfloat16", "float32", "float64", jnp.bfloat16, jnp.float32, jnp.float64):
-        raise TypeError(f"{name} must be 'bfloat16', 'float32' or 'float64', not {value!r}.")
 
 
 def in_interval(name: str, value: Any, interval: str) -> None:
@@ -135,17 +133,16 @@ def require_unwrapped(tx) -> None:
 
 def shapes_of(what: str, tree) -> Any:
     """Returns the shapes and dtypes of arrays, and refuses leaves that are not arrays."""
-    structure: Any
-    leaves, structure = jax.tree.flatten_with_path(tree)
-    shapes = []
-    for path, leaf in leaves:
+
+    def shape_of(path, leaf):
         try:
             x = jax.typeof(leaf)
         except TypeError:
             name, kind = f"{what}{jax.tree_util.keystr(path)}", type(leaf).__name__
             raise TypeError(f"{name} is of type {kind}, which is no array: {SPLIT}") from None
-        shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return structure.unflatten(shapes)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return jax.tree.map_with_path(shape_of, tree)
 
 
 def floating_leaves(params) -> None:
@@ -170,9 +167,10 @@ def real_leaves(what: str, tree) -> None:
     variables of Flax whose gradients are no directions but their next values.
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if _OVERWRITTEN in jax.tree_util.keystr(path):
+        name = f"{what}{jax.tree_util.keystr(path)}"
+        if _OVERWRITTEN in name:
             raise ValueError(
-                f"{what}{jax.tree_util.keystr(path)} belongs to Flax's collection "
+                f"{name} belongs to Flax's collection "
                 f"{_OVERWRITTEN!r} (such as the scales of FP8), whose gradient is its next value, "
                 "so that it cannot be trained with the parameters: pass variables['params'] alone, "
                 "and the collection as a model state, by stateful=True. docs/how_to/loop.md shows "
@@ -180,7 +178,7 @@ def real_leaves(what: str, tree) -> None:
             )
         if np.iscomplexobj(leaf):
             raise TypeError(
-                f"{what}{jax.tree_util.keystr(path)} has the complex dtype "
+                f"{name} has the complex dtype "
                 f"{jnp.result_type(leaf)}, but demo_optax takes real numbers only: give the real "
                 "and the imaginary part as two parameters, and put them together inside the loss "
                 "with jax.lax.complex."
@@ -241,8 +239,7 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str) -> None:
                 "parameters, the settings or the number of workers changed since it was made. "
                 f"{remedy}"
             )
-    made, wanted = structures
     raise ValueError(
-        f"{what} has the structure {made}, but {wanted} is needed: pass the containers that "
-        f"tx.init made. {remedy}"
+        f"{what} has the structure {structures[0]}, but {structures[1]} is needed: pass the "
+        f"containers that tx.init made. {remedy}"
     )

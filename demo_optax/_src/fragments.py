@@ -17,6 +17,7 @@ equal on all of them and changes in the one program that they share. Where a fau
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -56,18 +57,16 @@ class Cutter:
 
     def put(self, fragment: Fragment, tree, number: IntScalar) -> Any:
         """Returns a tree of tensors in which one fragment is replaced."""
-        leaves, structure = jax.tree.flatten(tree)
-        tensors = list(leaves)
-        members = self._members(leaves)
+        tensors, structure = jax.tree.flatten(tree)
+        members = self._members(tensors)
         for own, old, new in zip(members, self.sections(tree), fragment, strict=True):
             each = jnp.arange(self.count, dtype=jnp.int32).reshape(1, -1, *[1] * (new.ndim - 1))
             # A select, unlike an update of a slice, becomes a part of what uses the result.
             blocks = jnp.where(each == number, new[:, None], old).reshape(-1, *new.shape[1:])
             ends = itertools.accumulate(geometry.num_blocks for _, geometry in own)
-            # The last piece is what fills the section up.
-            pieces = jnp.split(blocks, list(ends))[:-1]
-            for (i, geometry), piece in zip(own, pieces, strict=True):
-                tensors[i] = in_dtype_of(geometry.join(piece), leaves[i])
+            # After the last piece comes what fills the section up.
+            for (i, geometry), piece in zip(own, jnp.split(blocks, list(ends)), strict=False):
+                tensors[i] = in_dtype_of(geometry.join(piece), tensors[i])
         return structure.unflatten(tensors)
 
     def sections(self, tree) -> Any:
@@ -103,10 +102,6 @@ class Fragments:
     outer: Any
     cutter: Cutter
 
-    @property
-    def count(self) -> int:
-        return self.cutter.count
-
     @classmethod
     def of(cls, outer: Any, count: int, every: int, axis_name: AxisName) -> "Fragments":
         require_divides(count, every, "every")
@@ -121,8 +116,8 @@ class Fragments:
                 "Compression(topk=4096, transform='identity') with decay=1.0, gradient_weight=1.0 "
                 "and mean='workers' sends every element."
             )
-        stacked = _of_stacks(outer.compression)
-        return cls(outer.algorithm.with_compression(stacked), Cutter(outer.compression, count))
+        algorithm = outer.algorithm.with_compression(_of_stacks(outer.compression))
+        return cls(algorithm, Cutter(outer.compression, count))
 
     def init(self, params) -> tuple[Any, Pending]:
         """Returns the states of the outer optimizer, and an outbox from before the first send."""
@@ -133,7 +128,7 @@ class Fragments:
                 "demo_optax.decoupled(optax.sgd(0.7), ...), or leave out fragments."
             )
         sections = self.cutter.sections(params)
-        states = jax.vmap(self.outer.init, in_axes=1, axis_size=self.count)(sections)
+        states = jax.vmap(self.outer.init, in_axes=1, axis_size=self.cutter.count)(sections)
         first = jax.tree.map(lambda x: x[0], states)
         states = _with_state_of(states, first, jnp.int32(0))  # with the metrics of one
         progress = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), sections)
@@ -153,7 +148,7 @@ class Fragments:
                 f"the parameters are sharded inside a worker, over {sharded}, but fragments are "
                 "cut from whole parameters: leave out param_specs, or leave out fragments."
             )
-        number = state.round % self.count
+        number = state.round % self.cutter.count
         own, shared = _state_of(state.outer, number), self.cutter.cut(params, number)
         outbox = state.pending.restored(self._plan(shared), self.cutter.compression)
         carried = outbox.packets if self.outer.exchange.axis_name is None else None
@@ -171,7 +166,7 @@ class Fragments:
 
     def send(self, gradient, state: LocalStepsState, params, extra_args) -> LocalStepsState:
         """Moves the next fragment of the gradient into the outbox."""
-        number = state.round % self.count
+        number = state.round % self.cutter.count
         own, progress = _state_of(state.outer, number), self.cutter.cut(gradient, number)
         outbox, new = self.outer.send(progress, own, self.cutter.cut(params, number), **extra_args)
         # A worker that the outer optimizer excludes keeps its progress.
@@ -193,26 +188,23 @@ def _is_metrics(x) -> bool:
     return isinstance(x, ExchangeMetrics)
 
 
+def _is_shared(x) -> bool:
+    """Recognizes what fragments share: the metrics, and what has no axis, such as a set rate."""
+    return _is_metrics(x) or jnp.ndim(x) == 0
+
+
 def _state_of(states, number: IntScalar) -> Any:
-    """Returns a fragment's own state; all share what has no axis, such as a rate that was set."""
-
-    def own(x):
-        if _is_metrics(x) or jnp.ndim(x) == 0:
-            return x
-        return jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
-
-    return jax.tree.map(own, states, is_leaf=_is_metrics)
+    """Returns a fragment's own state, with what all of them share."""
+    take = functools.partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
+    return jax.tree.map(lambda x: x if _is_shared(x) else take(x), states, is_leaf=_is_metrics)
 
 
 def _with_state_of(states, own, number: IntScalar) -> Any:
     """Returns the states with a fragment's own in its place."""
-
-    def leaf(x, new):
-        if _is_metrics(x) or jnp.ndim(x) == 0:
-            return new
-        return jax.lax.dynamic_update_index_in_dim(x, new, number, 0)
-
-    return jax.tree.map(leaf, states, own, is_leaf=_is_metrics)
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+    return jax.tree.map(
+        lambda x, new: new if _is_shared(x) else put(x, new), states, own, is_leaf=_is_metrics
+    )
 
 
 def require_divides(fragments: Any, steps: int, name: str) -> None:

@@ -17,25 +17,21 @@ class LocalStepsState(NamedTuple):
 
     Attributes:
       round: int32 scalar, the number of rounds, or of fragments, whose result was applied; the same
-        on all workers. If the momentum of ``outer`` counts more updates, the state is that of a
-        worker that joins, and goes on with the round and the steps that they stand for.
+        on all workers, and of a worker that joins behind the momentum's ``count``.
       first_step, last_step: int32 scalars, the steps of the run that this round, or the steps up to
-        the next fragment, begins and ends with; the same on all workers. They are those of the
-        schedules of the inner optimizer, and a new ``every`` holds from the next round on. With
-        `multi_steps` they stay at zero.
+        the next fragment, begins and ends with; the same on all workers. The schedules of the inner
+        optimizer count them. With `multi_steps` they stay at zero.
       mini_step: int32 scalar, the number of inner steps so far in this round, or since the last
-        fragment was sent. In a job with an axis of workers it is the same on all of them.
-      weight: float32 scalar, or a vector with an entry for each fragment: the sum of the
-        ``message_weight`` of those steps whose gradient was finite, which will be the weight of the
-        message; differs between workers.
+        fragment was sent; on an axis of workers the same on all of them.
+      weight: float32 scalar, or with an entry for each fragment: the sum of the ``message_weight``
+        of the steps whose gradient was finite; differs between workers.
       displacement: a tree like the parameters, float32 or wider: the worker's own parameters minus
-        the shared ones. With `multi_steps`, which leaves all workers there, it is ``()``.
+        the shared ones. With `multi_steps` it is ``()``.
       inner: state of the inner optimizer, or with `multi_steps` the mean of the gradients so far,
         float32 or wider; differs between workers.
-      outer: state of the outer optimizer. With fragments it is one for each fragment, whose arrays
-        have an axis of fragments in front, except for the metrics of the last exchange.
-      pending: with fragments, the outbox of the one that was sent last, which is exchanged when the
-        next one is due; otherwise ``()``.
+      outer: state of the outer optimizer. With fragments its arrays have an axis of fragments in
+        front, except for the metrics of the last exchange.
+      pending: with fragments, the outbox of the one that was sent last; otherwise ``()``.
 
     Example:
       >>> import demo_optax

@@ -167,18 +167,17 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
       >>> exchange_metrics(demo_optax.demo(1e-3).init(jnp.ones(3))).participants
       Array(0, dtype=int32)
     """
+    fields = set(ExchangeMetrics._fields)
 
     def is_metrics(x) -> bool:
         """Recognizes metrics, which are a mapping of their fields in an ``nnx.State``."""
-        fields = set(ExchangeMetrics._fields)
         return isinstance(x, ExchangeMetrics) or (isinstance(x, Mapping) and set(x) == fields)
 
     leaves = filter(is_metrics, jax.tree.leaves(opt_state, is_leaf=is_metrics))
-    per_momentum = [x if isinstance(x, ExchangeMetrics) else ExchangeMetrics(**x) for x in leaves]
-    per_momentum = list(map(unboxed, per_momentum))
-    if len(per_momentum) < 2:
-        return per_momentum[0] if per_momentum else None
-    each = ExchangeMetrics(*map(jnp.stack, zip(*per_momentum, strict=True)))
+    found = [x if isinstance(x, ExchangeMetrics) else ExchangeMetrics(**x) for x in leaves]
+    if len(found) < 2:
+        return unboxed(found[0]) if found else None
+    each = jax.tree.map(lambda *x: jnp.stack(x), *map(unboxed, found))
     merge = jax.vmap(partial(merge_shards, sharded="momenta"), axis_name="momenta", out_axes=None)
     return merge(each)._replace(identical=jnp.any(each.identical, axis=0))
 
@@ -199,11 +198,10 @@ def merge_shards(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> Ex
 def check_metrics(metrics: ExchangeMetrics | None) -> None:
     """Raises if a step's metrics show that workers share a gradient, or that replicas differ.
 
-    Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show that a gradient is not
-    local, but the fingerprints in the packets can. Call this after the first exchange and
-    occasionally afterwards. The first exchange ends with the second step if there is a delay, and
-    with the first round if there are local steps. Over a million steps, fingerprints may be equal
-    by chance. The call costs nothing on the device.
+    Where JAX's types cannot show that a gradient is not local, the fingerprints in the packets can.
+    Call this after the first exchange and occasionally afterwards; it costs nothing on the device.
+    The first exchange ends with the second step if there is a delay, and with the first round if
+    there are local steps. Over a million steps, fingerprints may be equal by chance.
 
     Args:
       metrics: metrics of a step; under ``pmap`` and ``vmap`` with an axis of workers. None, as the

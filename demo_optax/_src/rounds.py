@@ -54,27 +54,24 @@ def local_steps(
     `make_train_step` uses gradients at each worker's own parameters; a custom loop computes them
     at `local_parameters`. Inside a round updates are zero and nothing is sent. A round ends with
     its last step, or whenever the extra argument ``ends_round``, a bool, says so. Its message has
-    the weight of its steps, which is the sum of the extra argument ``message_weight``.
+    the weight of its steps, the sum of the extra argument ``message_weight``.
 
-    A worker skips an inner step whose gradient is not finite. If it skipped all steps of a round,
-    or its own parameters are not finite at the end, it sends nothing: ``outer`` gets zeros and
+    A worker skips an inner step whose gradient is not finite. If it skipped all of a round, or its
+    own parameters are not finite at the end, it sends nothing: ``outer`` gets zeros and
     ``participates=False``, which the transformations in it must pass on. In the latter case the
-    worker continues from the shared parameters. An inner state that is not finite at the end of a
-    round is reset, except for its schedules and injected hyperparameters.
-
-    ``docs/how_to/local_steps.md`` makes DiLoCo and SparseLoCo of it, and says when fragments,
-    ``merge`` and an overlap by ``send`` and ``apply`` pay.
+    worker continues from the shared parameters. An inner state that is not finite is then reset,
+    except for its schedules. ``docs/how_to/local_steps.md`` makes DiLoCo and SparseLoCo of it, and
+    says when fragments, ``merge`` and an overlap by ``send`` and ``apply`` pay.
 
     Args:
-      inner: any optax optimizer that does not exchange. Its schedules count the steps of the run,
-        of which each round has ``every``. If parameters are sharded, norms inside it
-        (``optax.lamb``) are those of a shard, so clip with ``make_train_step(clip_norm=...)``.
+      inner: any optax optimizer that does not exchange. Its schedules count the steps of the run.
+        If parameters are sharded, norms inside it (``optax.lamb``) are those of a shard.
       outer: any optax optimizer that exchanges over ``axis_name`` and does not look ahead. Its
         schedules count rounds.
       every: number of inner steps in a round, :math:`H`.
       fragments: number of parts, :math:`P`, in which a worker sends its progress: every
         :math:`P`-th block of the tensors after each :math:`H / P` steps. One part is exchanged and
-        applied when the next one is due. ``outer`` must then be an optimizer of this library that
+        applied when the next one is due. ``outer`` must be an optimizer of this library that
         exchanges by `demo_optax.AllGather` or `demo_optax.TwoPhase`, and sees a stack of blocks for
         each shape of blocks. Parameters must not be sharded inside a worker.
       merge: :math:`w` in [0, 1) or None. When the shared parameters move by :math:`u`, a worker
@@ -127,11 +124,11 @@ def local_steps(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalSteps:
-    """The arguments of `local_steps`, of which ``every`` is that between fragments."""
+    """The arguments of `local_steps`; with fragments a round lasts from one to the next."""
 
     inner: optax.GradientTransformationExtraArgs
     outer: Any
-    every: int
+    steps_per_round: int
     merge: float | None
     axis_name: AxisName
     fragments: Fragments | None = None
@@ -143,10 +140,6 @@ class LocalSteps:
     @property
     def exchange(self) -> Exchange:
         return self.outer.exchange
-
-    @property
-    def steps_per_round(self) -> int:
-        return self.every
 
     def init(self, params) -> LocalStepsState:
         parts = self.fragments
@@ -164,16 +157,16 @@ class LocalSteps:
                 "the state of outer holds a LookAheadState ('look_ahead'), but a round begins at "
                 "the shared parameters: give outer look_ahead=None."
             )
-        none, axis_name = jnp.zeros((), jnp.int32), self.axis_name
-        weight = jnp.zeros(parts.count if parts else (), jnp.float32)
+        none = jnp.zeros((), jnp.int32)
+        weight = jnp.zeros(parts.cutter.count if parts else (), jnp.float32)
         return LocalStepsState(
             round=none,
             first_step=none,
-            last_step=jnp.full((), self.every - 1, jnp.int32),
+            last_step=jnp.full((), self.steps_per_round - 1, jnp.int32),
             mini_step=none,
-            weight=axes.as_varying(weight, axis_name),
-            displacement=axes.as_varying(_zeros_to_sum(unboxed(params)), axis_name),
-            inner=axes.as_varying(inner_state, axis_name),
+            weight=axes.as_varying(weight, self.axis_name),
+            displacement=axes.as_varying(_zeros_to_sum(unboxed(params)), self.axis_name),
+            inner=axes.as_varying(inner_state, self.axis_name),
             outer=outer_state,
             pending=pending,
         )
@@ -202,18 +195,17 @@ class LocalSteps:
         def exchange(state):
             results, state = parts.deliver(state, updates, params, extra_args, self._moved)
             shared = optax.apply_updates(params, results)
-            number, weights = state.round % parts.count, state.weight
+            number, weights = state.round % parts.cutter.count, state.weight
             state = state._replace(weight=weights[number])
             first = state.first_step + state.mini_step
             change, extra, state = self._end_round(updates, state, shared, extra_args)
             weights = jnp.where(extra[PARTICIPATES], weights.at[number].set(0), 0)
-            last = first + self.every - 1
+            last = first + self.steps_per_round - 1
             state = state._replace(first_step=first, last_step=last, weight=weights)
             return results, parts.send(change, state, shared, extra)
 
         # Without a conditional, the exchange overlaps with the gradient.
-        is_due = True if self.every == 1 else is_due
-        return _exchange_if(is_due, exchange, state)
+        return _exchange_if(self.steps_per_round == 1 or is_due, exchange, state)
 
     def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
         ends_round, new = self._take_step(gradient, state, params, extra_args)
@@ -256,8 +248,8 @@ class LocalSteps:
         reached = [round, *[one.count + one.sent.astype(jnp.int32) for one in momenta]]
         reached = jnp.array(reached).max()
         ahead = reached - state.round
-        last = state.last_step + ahead * self.every
-        first = jnp.where(ahead > 0, last - (self.every - 1), state.first_step)
+        last = state.last_step + ahead * self.steps_per_round
+        first = jnp.where(ahead > 0, last - (self.steps_per_round - 1), state.first_step)
         return state._replace(round=reached, first_step=first, last_step=last)
 
     def _take_step(self, gradient, state, params, extra_args):
@@ -267,16 +259,15 @@ class LocalSteps:
                 "local_steps needs the shared parameters, to which each worker's own are relative, "
                 "but params is None: call update(gradient, state, params)."
             )
-        axis_name = self.axis_name
-        checks.require_local_gradient(gradient, axis_name)
+        checks.require_local_gradient(gradient, self.axis_name)
         now = state if self.fragments else self._at_round(state, state.round)
         step = now.first_step + state.mini_step
         ends_round = extra_args.pop(ENDS_ROUND, step >= now.last_step)
-        participates = participation.decide(gradient, axis_name, extra_args)
+        participates = participation.decide(gradient, self.axis_name, extra_args)
         inner_state = participation.with_counts(state.inner, jnp.minimum(step, now.last_step))
         local_params = local_parameters(params, state)
         steps, inner_state = self.inner.update(gradient, inner_state, local_params, **extra_args)
-        _require_no_exchange(steps, axis_name)
+        _require_no_exchange(steps, self.axis_name)
         displacement = jax.tree.map(
             lambda d, u: d + u.astype(d.dtype), state.displacement, unboxed(steps)
         )
@@ -291,7 +282,6 @@ class LocalSteps:
 
     def _end_round(self, gradient, state, params, extra_args):
         """Returns the gradient of the outer optimizer, its extra arguments, and the new state."""
-        structure = jax.tree.structure(gradient)
         finite = all_finite(local_parameters(params, state))
         finite = axes.on_all_devices(finite, self.axis_name, extra_args)
         sends = finite & (state.weight > 0)
@@ -303,7 +293,7 @@ class LocalSteps:
         )
         extra = {**extra_args, PARTICIPATES: sends, MESSAGE_WEIGHT: state.weight}
         return (
-            structure.unflatten(jax.tree.leaves(change)),
+            jax.tree.unflatten(jax.tree.structure(gradient), jax.tree.leaves(change)),
             extra,
             state._replace(
                 mini_step=jnp.zeros((), jnp.int32),
@@ -335,10 +325,10 @@ def multi_steps(
     """Takes one step with the mean of several gradients, for optimizers that exchange.
 
     It is meant for loops that call the optimizer once for each microbatch. `make_train_step` with
-    ``microbatches`` needs less memory. As in rounds of `local_steps`, only the last of ``every``
-    calls exchanges, but all gradients are those at the shared parameters. Each worker averages its
-    own, weighted by the extra argument ``message_weight``, and a gradient that is not finite does
-    not count. If none counts, ``tx`` gets zeros and ``participates=False``.
+    ``microbatches`` needs less memory. Only the last of ``every`` calls exchanges, and all
+    gradients are those at the shared parameters. Each worker averages its own, weighted by the
+    extra argument ``message_weight``; one that is not finite does not count. If none counts, ``tx``
+    gets zeros and ``participates=False``.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.

@@ -19,8 +19,7 @@ from demo_optax._src.exchange import AllGather, Exchange
 from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.fragments import plan_of_fragment, require_divides
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import find_layout
-from demo_optax._src.parallel.worker_axis import bytes_handed_over
+from demo_optax._src.parallel.worker_axis import bytes_handed_over, find_layout
 from demo_optax._src.transport import SplitTransformation, require_carried
 
 PRESETS = {"300m": 1024, "1b": 2048}

@@ -16,7 +16,7 @@ from demo_optax._src.axes import names, sharded_axes
 from demo_optax._src.compression.settings import StoredMomenta, word_of
 from demo_optax._src.exchange.protocol import Pending
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import StateLayout
+from demo_optax._src.parallel.worker_axis import StateLayout
 
 FORMAT = 17
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""

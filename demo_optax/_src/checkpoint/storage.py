@@ -22,7 +22,7 @@ from demo_optax._src.axes import AxisName
 from demo_optax._src.checkpoint import description, reading
 from demo_optax._src.checkpoint.digests import digests
 from demo_optax._src.checkpoint.elastic import convert
-from demo_optax._src.parallel import layout, shards, worker_axis
+from demo_optax._src.parallel import shards, worker_axis
 from demo_optax._src.parallel.processes import by_lead
 
 
@@ -170,7 +170,7 @@ class Checkpointer:
                 "or remove the later checkpoints."
             )
         leaves["extra"] = jax.device_get(leaves["extra"])
-        placement = layout.find_layout(self._tx, params, *self._where)
+        placement = worker_axis.find_layout(self._tx, params, *self._where)
         worker_axis.require_state(opt_state, placement)
         described, arrays = description.describe(placement, opt_state), {}
         described["leaves"] = leaves
@@ -243,7 +243,7 @@ class Checkpointer:
         """Reads and verifies one checkpoint and converts it for this mesh."""
         mesh, tx = self._where[0], self._tx
         saved = reading.description_of(self._directory, step)
-        placement = layout.find_layout(tx, params, *self._where)
+        placement = worker_axis.find_layout(tx, params, *self._where)
         state = jax.eval_shape(lambda x: worker_axis.init_opt_state(tx, x, *self._where), params)
         needed = description.describe(placement, state)
         params, state = (

@@ -6,7 +6,7 @@ device, and `stacked_gradients` maps that over the workers.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +26,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
     """Wraps ``jax.value_and_grad`` so that gradients stay local to each worker of ``axis_name``.
 
     Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums over the axis
-    by itself, which leaves nothing to exchange. Here the parameters are first typed as varying.
-    Under ``pmap`` and ``vmap`` gradients are local anyway.
+    by itself, which leaves nothing to exchange. Here they are first typed as varying.
 
     Args:
       fun: the worker's loss, which is differentiated by its first argument or by ``argnums``. It
@@ -40,7 +39,6 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
 
     Raises:
       NameError: ``axis_name`` is not bound where the function is called.
-      TypeError: a differentiated argument was not given by position.
       ValueError: JAX's types say that the value is the same on all workers, as after a ``pmean``.
 
     Example:
@@ -54,22 +52,14 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
       ... ))(jnp.float32(1), jax.device_put(jnp.ones(3), jax.NamedSharding(mesh, P("data"))))
       Array([3.], dtype=float32)
     """
-    argnums = kwargs.get("argnums", 0)
-    if isinstance(argnums, Sequence):
-        kwargs["argnums"] = argnums = tuple(argnums)
     value_and_grad = jax.value_and_grad(fun, **kwargs)
-    differentiated = argnums if isinstance(argnums, tuple) else (argnums,)
+    differentiated = np.atleast_1d(kwargs.get("argnums", 0)).tolist()
 
     @functools.wraps(fun)
     def wrapped(*args, **kwds):
         axes.size(axis_name)  # it raises a NameError if it is not bound
-        if max(differentiated) >= len(args):
-            raise TypeError(
-                f"argument {max(differentiated)} is differentiated, but only {len(args)} were "
-                f"given by position, and {sorted(kwds)} by name: pass it by position."
-            )
         local = list(args)
-        for i in differentiated:
+        for i in (i for i in differentiated if i < len(args)):  # JAX refuses any others
             checks.real_leaves(f"argument {i}", local[i])
             local[i] = axes.as_varying(local[i], axis_name)
         with _explained():
@@ -94,6 +84,11 @@ _ADVICE = {
         "loops, branches and custom derivatives, so that a loop that starts from zeros fails. Give "
         "make_train_step sharding='auto' if a worker has several devices, or a jax.shard_map of "
         "your own check_vma=False. See docs/how_to/troubleshoot.md for what they cost."
+    ),
+    ("positional argument",): (
+        "A loss function is called with the parameters and each worker's own part of the batch. "
+        "With stateful=True a model state stands between them. A key comes last, with "
+        "make_train_step(random_key=True), or if one is given after the batch of worker_gradients."
     ),
     ("unbound axis name",): (
         "The loss is that of one worker, and the workers' axis is not bound in it: leave out pmean "
@@ -151,39 +146,27 @@ class WorkerGradients(NamedTuple):
     gradients: Any
 
 
-def gradients_on_device(
+def _gradients_on_device(
     loss_fn: Callable,
-    axis_name: AxisName,
+    device_axes: tuple[str, ...],
     inner: tuple[str, ...],
-    *,
     microbatches: int,
     clip_norm: float | None,
     stateful: bool,
 ) -> Callable:
     """Returns ``fn(params, state, batch, key, specs, rows) -> WorkerGradients``, not stacked.
 
-    It runs on each device, inside a ``jax.shard_map`` over the workers' axis and the axes ``inner``
+    It runs on each device, inside a ``jax.shard_map`` over ``device_axes``, of which ``inner`` lie
     inside a worker, or without any axes on a whole worker. A device gathers the worker's parameters
     and sees its own part of the batch.
     """
-    checks.static_integer("microbatches", microbatches, at_least=1)
-    if clip_norm is not None:
-        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
-    device_axes = axes.names(axis_name) + inner
 
     def on_device(params, state, batch, key, specs, rows) -> WorkerGradients:
         def loss_of_shards(params, state, *args):
             params = jax.tree.map(_gather, params, specs)
-            args = (state, *args) if stateful else args
-            try:
-                out = loss_fn(params, *args)
-            except TypeError as error:
-                is_of_call = error.__traceback__ and error.__traceback__.tb_next is None
-                if is_of_call:
-                    error.add_note(_ARGUMENTS)
-                raise
             if stateful:
-                return out
+                return loss_fn(params, state, *args)
+            out = loss_fn(params, *args)
             if not isinstance(out, (tuple, list)):
                 return out, (state, None)
             if len(out) != 2:
@@ -193,11 +176,10 @@ def gradients_on_device(
                 )
             return out[0], (state, out[1])
 
-        keys = key
         if device_axes:
-            keys = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
+            key = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
         loss, new, aux, gradient = _accumulate(
-            loss_of_shards, device_axes or None, microbatches, rows, params, state, batch, *keys
+            loss_of_shards, device_axes, microbatches, rows, params, state, batch, *key
         )
         given: Any = jax.tree.structure(new)
         expected: Any = jax.tree.structure(state)
@@ -222,14 +204,7 @@ def gradients_on_device(
     return on_device
 
 
-_ARGUMENTS = (
-    "A loss function is called with the parameters and each worker's own part of the batch. With "
-    "stateful=True a model state stands between them. A key comes last, with "
-    "make_train_step(random_key=True), or if one is given after the batch of worker_gradients."
-)
-
-
-def stacked_results_specs(specs, axis_name: AxisName, inner: tuple[str, ...] = ()):
+def _results_specs(specs, axis_name: AxisName, inner: tuple[str, ...] = ()):
     """Returns the specs of stacked results, with an aux of each worker or each of its devices."""
     of_worker, of_device = P(axis_name), P((*axes.names(axis_name), *inner))
     gradients = shards.stacked_specs(specs, axis_name)
@@ -247,8 +222,8 @@ def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: C
             "as in (x, y). A step takes a key with make_train_step(random_key=True), and a model "
             "state is taken with stateful=True."
         )
-    state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
-    return state, batch, tuple(key)
+    *state, batch = args[: 1 + stateful]
+    return state[0] if stateful else (), batch, args[1 + stateful :]
 
 
 def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
@@ -296,12 +271,13 @@ def _split_microbatches(batch, rows, number: int):
                 "equal microbatches: choose a batch size that is a multiple of the devices that "
                 "divide it x microbatches."
             )
-        parts = x.reshape(*x.shape[:row], number, -1, *x.shape[row + 1 :])
-        return jnp.moveaxis(parts, row, 0)
+        return jnp.moveaxis(_split_rows(x, row, number), row, 0)
 
-    structure: Any
-    leaves, structure = jax.tree.flatten(batch)
-    return structure.unflatten(map(split, leaves, rows))
+    return jax.tree.map(split, batch, rows)
+
+
+def _split_rows(x: jax.Array, row: int, number: int) -> jax.Array:
+    return x.reshape(*x.shape[:row], number, -1, *x.shape[row + 1 :])
 
 
 def _gather(x, spec):
@@ -359,18 +335,15 @@ def worker_gradients(
 ) -> Callable:
     """Computes stacked gradients for a program that leaves all shardings to the compiler.
 
-    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``. It may contain
-    any sharding constraints over the mesh's other axes, and a ``jax.shard_map`` of its own. Nothing
-    is averaged over the workers.
-
-    The arguments are those of `make_train_step`. If the result is called with a key, it calls
-    ``loss_fn(params, batch, key)``.
+    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``, and nothing is
+    averaged over them. It may contain any sharding constraints over the mesh's other axes, and a
+    ``jax.shard_map`` of its own. The arguments are those of `make_train_step`.
 
     Returns:
       ``fn(params, [state,] batch[, key], *, opt_state) -> WorkerGradients``, for use inside
-      ``jax.jit``. Each worker and microbatch gets a different key. ``opt_state`` is the state of
-      the optimizer that will use the gradients. With local steps or a look-ahead in it, gradients
-      are those at `local_parameters`; with ``()`` they are those at the shared parameters.
+      ``jax.jit``. With a key it calls ``loss_fn(params, batch, key)``, where each worker and
+      microbatch has its own. ``opt_state`` is the state of the optimizer that will use the
+      gradients, which are those at `local_parameters`; with ``()`` those at the shared parameters.
 
     Raises:
       TypeError: ``opt_state`` is not given.
@@ -431,14 +404,13 @@ def stacked_gradients(
     batch, and the devices of a worker average their gradients. Otherwise the loss is mapped over
     the workers, on a mesh whose axes are all Auto.
     """
-    inner = shards.inner_axes(mesh, axis_name)
-    on_device = gradients_on_device(
-        loss_fn,
-        axis_name if manual else None,
-        inner if manual else (),
-        microbatches=microbatches,
-        clip_norm=clip_norm,
-        stateful=stateful,
+    checks.static_integer("microbatches", microbatches, at_least=1)
+    if clip_norm is not None:
+        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
+    inner = shards.inner_axes(mesh, axis_name) if manual else ()
+    every = axes.names(axis_name) + inner
+    on_device = _gradients_on_device(
+        loss_fn, every if manual else (), inner, microbatches, clip_norm, stateful
     )
     workers = shards.num_workers(mesh, axis_name)
 
@@ -459,7 +431,7 @@ def stacked_gradients(
             compute,
             mesh=mesh,
             in_specs=(shards.stacked_specs(specs, axis_name), P(axis_name), leaf_batch_specs, P()),
-            out_specs=stacked_results_specs(specs, axis_name, inner),
+            out_specs=_results_specs(specs, axis_name, inner),
             # Types tell which sums in a loss over a worker's own devices its gradient repeats.
             check_vma=any(mesh.shape[name] > 1 for name in inner),
         )(params, state, batch, key)
@@ -471,32 +443,29 @@ def stacked_gradients(
 
         with shards.auto_axes(mesh) as (auto, on_auto):
             params, state, batch, key = on_auto((params, state, batch, key))
-            batch = split_workers(batch, leaf_batch_specs, rows, auto, axis_name)
+            batch = _split_workers(batch, leaf_batch_specs, rows, auto, axis_name)
             keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
-            structure: Any = jax.tree.structure(batch)
-            batch_axes = structure.unflatten(rows)
             results = jax.vmap(
                 compute_worker,
-                (None if are_shared else 0, 0, batch_axes, *[0 for _ in key]),
+                (None if are_shared else 0, 0, rows, *[0 for _ in key]),
                 spmd_axis_name=None if isinstance(mesh, AbstractMesh) else axis_name,
             )(params, state, batch, *shards.constrain_sharding(keys, auto, P(axis_name)))
-            results_specs = stacked_results_specs(specs, axis_name)
+            results_specs = _results_specs(specs, axis_name)
             gradients = shards.constrain_sharding(results.gradients, auto, results_specs.gradients)
             results = results._replace(gradients=gradients)
         return results if mesh == auto else shards.constrain_sharding(results, mesh, results_specs)
 
     def compute(params, opt_state, state, batch, *key):
         batch = jax.tree.map(jnp.asarray, batch)
-        leaves, structure = jax.tree.flatten(batch)
         # The dimension that the type of an array on an Explicit mesh divides, or the first one.
-        typed = [P(*map(axes.names, jax.typeof(x).sharding.spec)) for x in leaves]
-        divided = [row or 0 for row in shards.row_dimensions(typed, axis_name)]
-        every = axes.names(axis_name) + (inner if manual else ())
-        by_type = structure.unflatten([P(*[None] * row, every) for row in divided])
+        rows = jax.tree.map(
+            lambda x: shards.row_dimension(jax.typeof(x).sharding.spec, axis_name) or 0, batch
+        )
+        by_type = jax.tree.map(lambda row: P(*[None] * row, every), rows)
         given = by_type if batch_specs is None else batch_specs
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         leaf_batch_specs = shards.batch_leaf_specs(batch, given, mesh, axis_name)
-        rows = shards.row_dimensions(leaf_batch_specs, axis_name)
+        rows = jax.tree.map(lambda spec: shards.row_dimension(spec, axis_name), leaf_batch_specs)
         own = local_parameters(shards.copies(params, mesh, axis_name, specs), opt_state)
         args = own, state, batch, key, specs, leaf_batch_specs, rows
         with _explained():
@@ -506,23 +475,21 @@ def stacked_gradients(
     return compute
 
 
-def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+def _split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """Adds an axis of workers before the rows of divided leaves, on a mesh of Auto axes."""
     workers, worker_axes = shards.num_workers(mesh, axis_name), axes.names(axis_name)
 
     def split(x, spec, row):
         if row is None:
             return x
-        shape = *x.shape[:row], workers, -1, *x.shape[row + 1 :]
+        x = _split_rows(x, row, workers)
         if isinstance(mesh, AbstractMesh):
-            return x.reshape(shape)
+            return x
         inner = tuple(name for name in axes.names(spec[row]) if name not in worker_axes)
         entries = *spec[:row], axis_name, inner or None, *spec[row + 1 :]
         # The compiler may divide the rest.
         free = [P.UNCONSTRAINED if entry is None else entry for entry in entries]
-        free += [P.UNCONSTRAINED] * (len(shape) - len(free))
-        return jax.lax.with_sharding_constraint(x.reshape(shape), NamedSharding(mesh, P(*free)))
+        free += [P.UNCONSTRAINED] * (x.ndim - len(free))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*free)))
 
-    structure: Any = jax.tree.structure(batch)
-    leaves = zip(jax.tree.leaves(batch), jax.tree.leaves(specs), rows, strict=True)
-    return structure.unflatten([split(*of_leaf) for of_leaf in leaves])
+    return jax.tree.map(split, batch, specs, rows)

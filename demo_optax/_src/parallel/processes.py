@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -48,28 +49,24 @@ def _picklable(error: BaseException) -> BaseException:
 
     The other processes must learn of the error even if its own methods raise or are interrupted.
     """
-    name = type(error).__name__
     with contextlib.suppress(BaseException):
         restored = pickle.loads(pickle.dumps(error))
         if (repr(restored), str(restored)) == (repr(error), str(error)):
             return error
-    with contextlib.suppress(BaseException):
-        return RuntimeError(f"{name}: {error}")
-    return RuntimeError(f"{name}: <exception str() failed>")
+    return RuntimeError("".join(traceback.format_exception_only(error)).strip())
 
 
 @no_context_mesh()
 def _from_lead(data: bytes) -> bytes:
+    """Broadcasts the first process's data in pieces, padded so that few programs are compiled."""
     words = np.array(divmod(len(data), 2**32), np.uint32)
     high, low = map(int, multihost_utils.broadcast_one_to_all(words))
-    size = high * 2**32 + low
-    return b"".join(_broadcast(data, at, size) for at in range(0, size, _LARGEST))
-
-
-def _broadcast(data: bytes, at: int, size: int) -> bytes:
-    """Broadcasts a piece of the first process's data, padded so that few programs are compiled."""
-    length = min(_LARGEST, size - at)
-    sent = np.zeros(max(1 << (length - 1).bit_length(), _SMALLEST), np.uint8)
-    if is_lead():
-        sent[:length] = np.frombuffer(data, np.uint8, length, at)
-    return np.asarray(multihost_utils.broadcast_one_to_all(sent))[:length].tobytes()
+    size, received = high * 2**32 + low, []
+    for at in range(0, size, _LARGEST):
+        length = min(_LARGEST, size - at)
+        padded = max(1 << (length - 1).bit_length(), _SMALLEST)
+        # The other processes have no data, and give zeros.
+        sent = np.frombuffer(data[at : at + length].ljust(padded, b"\0"), np.uint8)
+        told = np.asarray(multihost_utils.broadcast_one_to_all(sent))
+        received.append(told[:length].tobytes())
+    return b"".join(received)

@@ -5,6 +5,8 @@ parameters, so nothing makes its replica equal to the others again.
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
 from demo_optax._src import axes
 from demo_optax._src.axes import AxisName, axes_of
@@ -42,19 +45,6 @@ class Drift(NamedTuple):
     repairable: bool
 
 
-class _Difference(NamedTuple):
-    """Describes a leaf whose copies differ, by its index in the tree and its path.
-
-    ``holders`` are ``(parts, copies)``, the devices that hold each part in the order of the mesh.
-    ``in_majority`` tells whether each copy equals more than half of the copies of its part.
-    """
-
-    number: int
-    leaf: str
-    holders: np.ndarray
-    in_majority: np.ndarray
-
-
 def check_replicas(
     tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"
 ) -> tuple[Drift, ...]:
@@ -65,11 +55,9 @@ def check_replicas(
     leaf that is divided among the workers, such as a momentum, is compared only where the devices
     of one worker hold copies of it.
 
-    In one all-gather each device sends a checksum of four bytes for each leaf, to which NaNs, signs
-    of zeros and the order of elements contribute. It always differs if a single element does (or
-    one half of a 64-bit number), and misses any other difference with a probability of 2**-32. The
-    program compiles once for each tree of shapes and shardings. If there are several processes, all
-    must call this together, and all get the same answer.
+    In one all-gather each device sends a checksum of four bytes for each leaf. It always differs if
+    a single element does (or one half of a 64-bit number), and misses any other difference with a
+    probability of 2**-32. If there are several processes, all must call this together.
 
     Args:
       tree: arrays on the mesh of any dtype, such as ``(params, opt_state)``. Those of simulated
@@ -92,7 +80,7 @@ def check_replicas(
       ()
     """
     differences = _differences(tree, mesh, axis_name)
-    return tuple(drift for each in differences for drift in _drifts(each, mesh, axis_name))
+    return tuple(drift for _, drifts, _ in differences for drift in drifts)
 
 
 def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
@@ -118,65 +106,14 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
       >>> repair_replicas(params, mesh)["w"] is params["w"]
       True
     """
-    differences = _differences(tree, mesh, axis_name)
-    _require_majorities(differences, mesh, axis_name)
     leaves, structure = jax.tree.flatten(tree)
-    for difference in differences:
-        first = np.argmax(difference.in_majority, axis=1)
-        source = np.zeros(mesh.axis_sizes, bool)
-        source.flat[difference.holders[np.arange(len(first)), first]] = True
-        leaf = leaves[difference.number]
-        with shards.no_context_mesh():
-            repaired = _spread(leaf, source, mesh, leaf.sharding.spec)
-        # Explicit meshes write P() as P(None, None), for which a train step would compile again.
-        leaves[difference.number] = jax.device_put(repaired, leaf.sharding)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _differences(tree, mesh, axis_name) -> list[_Difference]:
-    shards.num_workers(mesh, axis_name)
-    if shards.is_simulated(mesh, axis_name):  # they share the only copy
-        return []
-    leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(tree)]
-    specs = [_spec(name, x, mesh) for name, x in leaves]
-    holders = [_holders(mesh, spec) for spec in specs]
-    compared = [i for i, devices in enumerate(holders) if devices.shape[1] > 1]
-    if not compared:
-        return []
-    arrays, compared_specs = zip(*[(leaves[i][1], specs[i]) for i in compared], strict=True)
-    with shards.no_context_mesh():
-        sums = np.asarray(_checksums(arrays, mesh, compared_specs))
-    differences = []
-    for i, column in zip(compared, sums.T, strict=True):
-        held = column[holders[i]]
-        if (held != held[:, :1]).any():
-            equal = (held[:, :, None] == held[:, None]).sum(axis=-1)
-            differences.append(_Difference(i, leaves[i][0], holders[i], 2 * equal > held.shape[1]))
-    return differences
-
-
-def _drifts(difference: _Difference, mesh, axis_name):
-    worker_axes = axes.names(axis_name)
-    for devices, in_majority in zip(difference.holders, difference.in_majority, strict=True):
-        for device in devices[~in_majority]:
-            position = tuple(int(i) for i in np.unravel_index(device, mesh.devices.shape))
-            places = dict(zip(mesh.axis_names, position, strict=True))
-            worker = np.ravel_multi_index(
-                [places[name] for name in worker_axes], [mesh.shape[name] for name in worker_axes]
-            )
-            yield Drift(difference.leaf, int(worker), position, repairable=bool(in_majority.any()))
-
-
-def _require_majorities(differences, mesh, axis_name) -> None:
-    disputed: dict[str, set[int]] = {}
-    for difference in differences:
-        for drift in _drifts(difference, mesh, axis_name):
-            if not drift.repairable:
-                disputed.setdefault(drift.leaf, set()).add(drift.worker)
-    if disputed:
-        lines = [
-            f"leaf{leaf} differs between the workers {sorted(disputed[leaf])}" for leaf in disputed
-        ]
+    differences = list(_differences(tree, mesh, axis_name))
+    disputed = [drift for _, drifts, _ in differences for drift in drifts if not drift.repairable]
+    lines = [
+        f"leaf{leaf} differs between the workers {sorted({x.worker for x in of_leaf})}"
+        for leaf, of_leaf in itertools.groupby(disputed, lambda drift: drift.leaf)
+    ]
+    if lines:
         raise ValueError(
             f"no copy is held by more than half of the devices that should agree: "
             f"{'; '.join(lines[:3])}{f'; and {len(lines) - 3} more leaves' if lines[3:] else ''}"
@@ -184,6 +121,51 @@ def _require_majorities(differences, mesh, axis_name) -> None:
             "Checks in shorter intervals, and three workers or more, leave a majority to repair "
             "from."
         )
+    for number, _, source in differences:
+        leaf = leaves[number]
+        with shards.no_context_mesh():
+            repaired = _spread(leaf, source, mesh, leaf.sharding.spec)
+        # Explicit meshes write P() as P(None, None), for which a train step would compile again.
+        leaves[number] = jax.device_put(repaired, leaf.sharding)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _differences(tree, mesh, axis_name) -> Iterator[tuple[int, list[Drift], np.ndarray]]:
+    """Yields the number of each leaf whose copies differ, its drifts, and a mask of the mesh.
+
+    In the mask is one device for each part of the leaf, which holds the copy of the majority.
+    """
+    shards.num_workers(mesh, axis_name)
+    if shards.is_simulated(mesh, axis_name):  # they share the only copy
+        return
+    leaves = jax.tree.leaves_with_path(tree)
+    specs = [_spec(keystr(path), x, mesh) for path, x in leaves]
+    compared = [i for i, spec in enumerate(specs) if _holders(mesh, spec).shape[1] > 1]
+    if not compared:
+        return
+    arrays, compared_specs = zip(*[(leaves[i][1], specs[i]) for i in compared], strict=True)
+    with shards.no_context_mesh():
+        sums = np.asarray(_checksums(arrays, mesh, compared_specs))
+    order = [mesh.axis_names.index(name) for name in axes.names(axis_name)]
+    sizes = [mesh.devices.shape[i] for i in order]
+    for number, column in zip(compared, sums.T, strict=True):
+        holders = _holders(mesh, specs[number])
+        held = column[holders]
+        equal = (held[:, :, None] == held[:, None]).sum(axis=-1)
+        in_majority = 2 * equal > held.shape[1]
+        if in_majority.all():
+            continue
+        drifts = []
+        for part, copy in np.argwhere(~in_majority):
+            position = np.unravel_index(holders[part, copy], mesh.devices.shape)
+            worker = int(np.ravel_multi_index([position[i] for i in order], sizes))
+            repairable = bool(in_majority[part].any())
+            drifts.append(
+                Drift(keystr(leaves[number][0]), worker, tuple(map(int, position)), repairable)
+            )
+        source = np.zeros(mesh.axis_sizes, bool)
+        source.flat[holders[np.arange(len(held)), np.argmax(in_majority, axis=1)]] = True
+        yield number, drifts, source
 
 
 def _spec(name, x, mesh) -> P:

@@ -57,10 +57,7 @@ def auto_axes(mesh: Mesh | AbstractMesh) -> Iterator[tuple[Mesh | AbstractMesh, 
         same = given.mesh.shape_tuple == mesh.shape_tuple
         return jax.device_put(x, NamedSharding(auto, given.spec if same else P()))
 
-    context = contextlib.nullcontext()
-    if AxisType.Explicit in (*mesh.axis_types, *jax.sharding.get_abstract_mesh().axis_types):
-        context = jax.sharding.use_abstract_mesh(auto.abstract_mesh)
-    with context:
+    with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
         yield auto, functools.partial(jax.tree.map, move)
 
 
@@ -95,8 +92,9 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
 
 
 def stacked_specs(specs, axis_name: AxisName):
-    """Returns the specs of arrays that have an axis of workers in front."""
-    return jax.tree.map(lambda spec: P(axis_name, *spec), specs)
+    """Returns the specs of arrays that have an axis of workers in front, if there is one."""
+    front = (axis_name,) if axes.names(axis_name) else ()
+    return jax.tree.map(lambda spec: P(*front, *spec), specs)
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs):
@@ -115,11 +113,8 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
         return tree
-    place = jax.device_put  # only this works if axis types are mixed
-    if set(mesh.axis_types) == {AxisType.Auto}:
-        place = jax.lax.with_sharding_constraint
-    elif set(mesh.axis_types) == {AxisType.Explicit}:
-        place = jax.sharding.reshard
+    is_auto = set(mesh.axis_types) == {AxisType.Auto}
+    place = jax.lax.with_sharding_constraint if is_auto else jax.device_put
     return jax.tree.map(place, tree, jax.tree.broadcast(shardings(mesh, specs), tree))
 
 
@@ -219,14 +214,10 @@ def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: A
     return specs
 
 
-def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
-    """Returns each leaf's dimension that is divided among the workers, or None."""
-    worker_axes = set(axes.names(axis_name))
-    divided = [
-        [d for d, entry in enumerate(spec) if worker_axes & set(axes.names(entry))]
-        for spec in jax.tree.leaves(specs)
-    ]
-    return tuple(dimensions[0] if dimensions else None for dimensions in divided)
+def row_dimension(spec, axis_name: AxisName) -> int | None:
+    """Returns the dimension that a spec divides among the workers, or None."""
+    worker_axes = {*axes.names(axis_name)}
+    return next((i for i, entry in enumerate(spec) if worker_axes & {*axes.names(entry)}), None)
 
 
 def require_global(batch, specs) -> None:
@@ -235,8 +226,8 @@ def require_global(batch, specs) -> None:
         return
     leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
     for (path, leaf), spec in leaves:
-        is_divided = any(spec) and not isinstance(leaf, Tracer)
-        if is_divided and getattr(leaf, "is_fully_addressable", True):
+        is_local = not isinstance(leaf, Tracer) and getattr(leaf, "is_fully_addressable", True)
+        if any(spec) and is_local:
             raise ValueError(
                 "with several processes a batch must be a global array, but batch"
                 f"{keystr(path)} is of type {type(leaf).__name__} and shape "
@@ -245,28 +236,27 @@ def require_global(batch, specs) -> None:
             )
 
 
-def made_equal(tree, specs, copied_axes: Any, axis_name: AxisName):
+def made_equal(tree, specs, may_have_copies: Any, axis_name: AxisName):
     """Gives all devices of a worker the first one's values of what they hold copies of.
 
     Each of them exchanged its own copy. If one of their packets were rejected, the copies would
-    differ from then on. ``copied_axes``, one set or one for each leaf, are the axes along which
-    there may be copies.
+    differ from then on. ``may_have_copies`` is a bool, or one for each leaf.
     """
-    copied_axes = jax.tree.broadcast(copied_axes, tree)
-    structure: Any
-    leaves, structure = jax.tree.flatten_with_path(tree)
-    each, equal = zip(leaves, *map(jax.tree.leaves, (specs, copied_axes)), strict=True), []
-    for (path, x), spec, copied in each:
-        over = axes.varying(x) - {*axes_of(spec)} - {*axes.names(axis_name)}
-        if not over <= copied:
+    copied_axes = jax.tree.map(
+        lambda x, spec: axes.varying(x) - {*axes_of(spec), *axes.names(axis_name)}, tree, specs
+    )
+    allowed = jax.tree.broadcast(may_have_copies, tree)
+    for (path, x), over, is_allowed in zip(
+        jax.tree.leaves_with_path(tree), *map(jax.tree.leaves, (copied_axes, allowed)), strict=True
+    ):
+        if over and not is_allowed:
             raise ValueError(
                 f"leaf{keystr(path)} of the optimizer state, of shape {x.shape}, differs between "
                 f"the shards of a worker, over {sorted(over)}, but cannot be sharded "
                 "like a parameter. Leave its parameter whole (param_specs=P()), or use an "
                 "optimizer whose state has the shapes of the parameters."
             )
-        equal.append(from_first(x, over))
-    return structure.unflatten(equal)
+    return jax.tree.map(from_first, tree, copied_axes)
 
 
 def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
@@ -340,24 +330,34 @@ def _mesh_of_device(device, axis_names: tuple[str, ...]) -> Mesh:
 def map_workers(
     fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName, in_specs, out_specs
 ) -> Callable:
-    """Maps a function of one device by ``jax.shard_map``, or by ``jax.vmap`` for simulated workers.
+    """Maps a function as `map_devices` does, or by ``jax.vmap`` for simulated workers.
 
     ``jax.vmap`` computes a result that is the same on all workers only once.
     """
     if not is_simulated(mesh, axis_name):
-        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-
-    def run_worker(*args):
-        results = fn(*_where_own(lambda x: x[None], in_specs, args))
-        return _where_own(lambda x: x[0], out_specs, results)
-
+        return map_devices(fn, mesh, axis_name, in_specs, out_specs)
     in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
-    return jax.vmap(run_worker, in_axes, out_axes, axis_name, mesh.size)
+    return jax.vmap(fn, in_axes, out_axes, axis_name, mesh.size)
 
 
-def _where_own(fn: Callable, specs, tree):
-    """Applies ``fn`` to leaves whose spec, from a prefix of the tree, names the workers' axis."""
-    leaves, structure = jax.tree.flatten(tree)
-    leaf_specs = jax.tree.leaves(jax.tree.broadcast(specs, tree))
-    pairs = zip(leaves, leaf_specs, strict=True)
-    return structure.unflatten([fn(x) if spec else x for x, spec in pairs])
+def map_devices(
+    fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName, in_specs, out_specs
+) -> Callable:
+    """Maps a function of one device of a worker over all of them, by ``jax.shard_map``.
+
+    Leaves whose spec names the workers' axis are stacked, and the function takes and returns one
+    worker's entries of them.
+    """
+    worker_axes = {*axes.names(axis_name)}
+
+    def where_stacked(change: Callable, specs, tree):
+        specs = jax.tree.broadcast(specs, tree)
+        return jax.tree.map(
+            lambda x, spec: change(x) if worker_axes & {*axes_of(spec)} else x, tree, specs
+        )
+
+    def on_device(*args):
+        results = fn(*where_stacked(lambda x: x[0], in_specs, args))
+        return where_stacked(lambda x: axes.as_varying(x, axis_name)[None], out_specs, results)
+
+    return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)

@@ -16,7 +16,7 @@ from demo_optax._src.axes import AxisName
 from demo_optax._src.local_state import has_exchanged
 from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax._src.parallel import gradients, shards, worker_axis
-from demo_optax._src.parallel.layout import StateLayout, find_layout
+from demo_optax._src.parallel.worker_axis import StateLayout, find_layout
 
 Sharding = Literal["manual", "auto"]
 
@@ -58,7 +58,7 @@ class TrainMetrics(NamedTuple):
     aux: Any
     exchanged: jax.Array
     exchange: ExchangeMetrics | None
-    packet_bytes: int
+    packet_bytes: int | None
 
 
 def make_train_step(
@@ -79,8 +79,7 @@ def make_train_step(
     """Makes a jitted step that trains with one DeMo worker on each device along ``axis_name``.
 
     Further axes of the mesh lie inside the workers (FlexDeMo). The devices along them share the
-    worker's batch, average their gradients in the parameters' dtype, and shard its parameters as
-    ``param_specs`` say. Only packets cross from one worker to another.
+    worker's batch, average their gradients in the parameters' dtype, and shard its parameters.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
@@ -95,41 +94,35 @@ def make_train_step(
       clip_norm: largest global norm of each worker's local gradient.
       random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker and
         microbatch gets its own key.
-      stateful: whether the model has a state besides its parameters (statistics of BatchNorm, keys
-        of Dropout, caches): ``loss_fn(params, state, batch) -> (loss, (state, aux))``. Each worker
-        keeps its own state, made by `init_model_state`, and never sends it; the devices of one
-        worker average its floats. The state passes from one microbatch to the next, and does not
-        change on a step whose gradient is not finite.
+      stateful: whether the model has a state besides its parameters, such as statistics of
+        BatchNorm: ``loss_fn(params, state, batch) -> (loss, (state, aux))``. Each worker keeps its
+        own state, made by `init_model_state`; the devices of one worker average its floats. It
+        passes from one microbatch to the next, and stays on a step whose gradient is not finite.
       param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker:
         a tree or a prefix of one. By default each device holds all parameters.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
         dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
         a worker the same rows. ``P(None, axis_name)`` is for batches whose first dimension is
         time. ``P()`` is for leaves that are the same for all workers, such as scalars and masks.
-      sharding: what divides the work of ``loss_fn`` among the devices of a worker.
-
-        * ``"manual"``, the step: ``loss_fn`` runs in a ``jax.shard_map`` over all axes of the mesh.
-          It sees one device's part of the batch and whole parameters. The step gathers the
-          parameters and scatters the gradients. If a worker has several devices, loops of the loss
-          that start from zeros, such as those of RNNs, need ``"auto"``.
-        * ``"auto"``, the compiler: ``loss_fn`` is mapped over the workers, as by
-          `worker_gradients`. It may hold any sharding constraints, and a ``jax.shard_map`` of its
-          own. The axes of the mesh are all Auto inside.
+      sharding: what divides the work of ``loss_fn`` among the devices of a worker. With
+        ``"manual"`` the step does: ``loss_fn`` runs in a ``jax.shard_map`` over all axes of the
+        mesh, and sees one device's part of the batch and whole parameters. With ``"auto"`` the
+        compiler does: ``loss_fn`` is mapped over the workers, as by `worker_gradients`, on a mesh
+        whose axes are all Auto. If a worker has several devices, loops of the loss that start from
+        zeros, such as those of RNNs, need ``"auto"``.
       donate: whether parameters and state are donated to the step, so that it needs less memory.
 
     Returns:
       ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``, or
       ``step(params, opt_state, state, batch[, key], **extra_args) -> (params, opt_state, state,
-      metrics)`` if ``stateful``, compiled once. ``batch`` is a tree of arrays, ``opt_state`` comes
-      from `init_opt_state`, and ``metrics`` is a `TrainMetrics`. ``extra_args`` go to the
-      transformation, the same for all workers. Arguments with a different sharding are moved. The
-      step has a method ``lower``, as jitted functions have, and may be called inside ``jax.jit``
-      and ``jax.lax.scan``.
+      metrics)`` if ``stateful``, compiled once. ``opt_state`` comes from `init_opt_state`, and
+      ``metrics`` is a `TrainMetrics`. ``extra_args`` go to the transformation, the same for all
+      workers. Arguments with a different sharding are moved. The step has a method ``lower``, as
+      jitted functions have, and may be called inside ``jax.jit`` and ``jax.lax.scan``.
 
-      If no worker takes part in an exchange, since no gradient was finite, its parameters do not
-      change on this step, or with a delay on the next one. Transformations after the exchange in a
-      chain then get zeros, and their results are ignored. Inside a round of `local_steps` or
-      `multi_steps` the parameters do not change either.
+      The parameters do not change inside a round of `local_steps` or `multi_steps`, or if no worker
+      takes part in an exchange, since no gradient was finite. Transformations after the exchange
+      in a chain then get zeros, and their results are ignored.
 
     Raises:
       ValueError: when called, if ``tx`` does not exchange over ``axis_name``, the state was made
@@ -176,27 +169,28 @@ def make_train_step(
             tx, layout, results.gradients, opt_state, params, extra_args
         )
         params = optax.apply_updates(params, updates)
-        in_all: Any = None if sent is None else StaticInt(sent * mesh.size // workers)
         metrics = TrainMetrics(
             loss=results.loss,
             gradient_norm=results.gradient_norm,
             aux=results.aux,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
-            packet_bytes=in_all,
+            packet_bytes=None if sent is None else StaticInt(sent * mesh.size // workers),
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, *([results.state] if stateful else []), metrics
 
-    layouts: dict[Any, StateLayout] = {}
+    find = functools.cache(  # a dtype of numbers alone depends on JAX's settings
+        lambda structure, shapes, _: find_layout(
+            tx, structure.unflatten(shapes), mesh, axis_name, param_specs
+        )
+    )
 
     def layout_for(params, opt_state) -> StateLayout:
         shapes, structure = jax.tree.flatten(checks.shapes_of("parameter", params))
-        key = structure, tuple(shapes), jnp.result_type(float)
-        if key not in layouts:
-            layouts[key] = find_layout(tx, params, mesh, axis_name, param_specs)
-        worker_axis.require_state(opt_state, layouts[key])
-        return layouts[key]
+        layout = find(structure, tuple(shapes), jnp.result_type(float))
+        worker_axis.require_state(opt_state, layout)
+        return layout
 
     signature = ("params", "opt_state"), stateful, (random_key,)
     accepted: Any = (None, None)  # holds the signature of the arrays placed last, and their layout

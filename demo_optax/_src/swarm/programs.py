@@ -31,7 +31,7 @@ from demo_optax._src.exchange import Delayed, Outbox
 from demo_optax._src.exchange.protocol import EMPTY
 from demo_optax._src.parallel import shards, worker_axis
 from demo_optax._src.parallel.gradients import WorkerGradients, stacked_gradients
-from demo_optax._src.parallel.layout import find_layout
+from demo_optax._src.parallel.worker_axis import find_layout
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.replicated_state import to_devices
 
@@ -81,7 +81,7 @@ def compile_programs(
     made_equal = functools.partial(
         shards.made_equal,
         specs=arrays.unboxed(layout.params),
-        copied_axes=frozenset(mesh.axis_names),
+        may_have_copies=True,
         axis_name=(),
     )
     gradients_of = stacked_gradients(
@@ -227,7 +227,7 @@ def _on_device(tx, half: Callable, layout, gradient, state, params, **options) -
     options[PARAM_SPECS], gradient, params = arrays.unboxed((layout.params, gradient, params))
     result, new = inside.update(gradient, state, params, **options)
     new = shards.merge_shard_metrics(new, state, sharded_axes(options[PARAM_SPECS]))
-    return result, shards.made_equal(new, layout.state, layout.copied_axes, ())
+    return result, shards.made_equal(new, layout.state, layout.may_have_copies, ())
 
 
 def _first(stacked) -> Any:

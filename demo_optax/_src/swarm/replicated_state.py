@@ -8,7 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from demo_optax._src.arrays import is_key, unwrap_keys, wrap_keys
-from demo_optax._src.parallel.layout import local_leaves
+from demo_optax._src.parallel.worker_axis import local_leaves
 
 
 def shared_leaves(params, opt_state) -> list[jax.Array]:
