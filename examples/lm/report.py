@@ -103,7 +103,7 @@ class Log:
                 self.checked = True
             if exchanged:
                 self.sent_shares.append(exchange["sent_share"])
-        self.packet_bytes = metrics.packet_bytes
+        self.packet_bytes = metrics.packet_bytes or 0
         seconds = time.monotonic() - self.resumed
         if self.done == self.start:
             self.first_step_seconds = seconds
@@ -118,7 +118,7 @@ class Log:
                 seconds,
                 self.tokens / seconds,
                 utilization(self.flops / seconds, self.devices),
-                metrics.packet_bytes if exchanged else 0,
+                self.packet_bytes if exchanged else 0,
                 gradient_norms,
                 exchange,
             )
