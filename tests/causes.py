@@ -60,6 +60,11 @@ def simulated_on_a_set_mesh():
         demo_optax.init_opt_state(DEMO, np.ones(3), jax.sharding.AbstractMesh((2,), ("data",)))
 
 
+def owners_of_one_all_gather():
+    args = make_parser().parse_args(["bytes", "--preset", "300m", "--topk-back", "8"])
+    args.run(args)
+
+
 def mean_loss(microbatches):
     def loss(params, batch):
         return jax.lax.pmean(model.loss(params, batch), "data")
@@ -451,6 +456,14 @@ RAISED = [
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),
     # accounting
+    lambda: demo_optax.accounting.step_times(
+        model.init(),
+        (demo_optax.Compression(), demo_optax.Delayed(demo_optax.AllGather())),
+        2,
+        1e9,
+        local_steps=4,
+        fragments=2,
+    ),
     *[
         (
             r"got no opt_state.*demo_muon.*opt_state=opt_state",
@@ -470,6 +483,7 @@ RAISED = [
         10**8, 16, 1e8, 0.02, 1.0, batch_tokens=4096, width=1024, upload=1e7
     ),
     a_place_without_a_swarm,
+    owners_of_one_all_gather,
     *causes_of_checkpoints.RAISED,
     *causes_of_extensions.RAISED,
     *causes_of_halves.RAISED,

@@ -20,11 +20,13 @@ LARGEST_RATE = 1e9
 
 def static_integer(name: str, value: Any, *, at_least: int) -> None:
     """Requires a Python integer, since it decides shapes and so cannot be traced."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    if isinstance(value, jax.Array):
         raise TypeError(
-            f"{name} must be an integer of at least {at_least}, and a Python integer, since it "
-            f"decides shapes, not {value!r}."
+            f"{name} must be a Python integer, because it decides the shapes of what is sent, but "
+            f"it is an array ({value}): give an int."
         )
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer of at least {at_least}, not {value!r}.")
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {value}.")
 

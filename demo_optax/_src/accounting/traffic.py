@@ -15,7 +15,7 @@ from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.blocks import block_geometry
 from demo_optax._src.compression.top_k import TopK
 from demo_optax._src.decoupled import decoupled_momentum
-from demo_optax._src.exchange import AllGather, Exchange
+from demo_optax._src.exchange import AllGather, Delayed, Exchange
 from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.fragments import plan_of_fragment, require_divides
 from demo_optax._src.parallel import shards
@@ -222,6 +222,11 @@ def _traffic(sent: Setting | str, params, workers: int, fragments: int | None) -
         size = dense_bytes(params, BYTES[sent])
         return Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
     compression, exchange = sent if isinstance(sent, tuple) else (sent, AllGather())
+    if fragments is not None and isinstance(exchange, Delayed):
+        raise ValueError(
+            f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
+            f"them, but the exchange is {exchange}: leave out the delay or the fragments."
+        )
     return exchange.traffic(_plan(compression, params, fragments), workers)
 
 
@@ -299,7 +304,7 @@ def step_times(
       also ``"DiLoCo, float32"`` and ``"DiLoCo, bfloat16"``.
 
     Raises:
-      TypeError, ValueError: a number is out of range.
+      TypeError, ValueError: a number is out of range, or an exchange of fragments is delayed.
 
     Example:
       >>> import jax, jax.numpy as jnp
