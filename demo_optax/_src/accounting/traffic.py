@@ -87,6 +87,11 @@ def packet_bytes(
     """
     tx = tx_or_compression
     checks.require_unwrapped(tx)
+    if mesh is None and param_specs is not None:
+        raise ValueError(
+            f"param_specs={param_specs} say how a worker's devices share its parameters, but only "
+            "the mesh says how many devices there are: give mesh as well."
+        )
     params = checks.shapes_of("parameter", params)
     is_worker = axis_name is not None
     if is_worker and isinstance(tx, SplitTransformation) and tx.exchange.axis_name is None:

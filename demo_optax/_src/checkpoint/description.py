@@ -127,7 +127,7 @@ def from_paths(leaves: dict[str, Any], like):
             return wrap_keys(x, original)
         if isinstance(original, bytes):
             return x.encode("latin-1")
-        given, wanted = (getattr(v, "dtype", type(v)) for v in (x, original))
+        given, wanted = (getattr(v, "dtype", None) or np.asarray(v).dtype for v in (x, original))
         if jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(wanted, jnp.inexact):
             raise ValueError(
                 f"{keystr(path)} of the checkpoint is of dtype {given}, but "

@@ -111,7 +111,8 @@ def _without_progress(state: dict, holder: str, cutter: Cutter, number: int) -> 
     """Returns displacements without the progress of a fragment under way."""
 
     def leaves(prefix: str) -> dict:
-        return {name: x for name, x in state.items() if name.startswith(f"{holder}.{prefix}")}
+        found = {name: x for name, x in state.items() if name.startswith(f"{holder}.{prefix}")}
+        return {name: x for name, x in found.items() if x.size}
 
     displacement, at = leaves("displacement"), jnp.int32(number)
 
@@ -211,7 +212,7 @@ def _require_same_format(saved: dict, needed: dict) -> None:
 
 def _meaning(described: dict) -> Iterator[Any]:
     """Yields the format of momenta, and how each of a device's tensors is cut into blocks."""
-    yield described["format"]
+    yield {name: described["format"][name] for name in ("transform", "seed")}
     momentum_format = MomentumFormat(**_settings_of(described["format"]))
     for shape in described["shapes"]:
         own = momentum_format.geometry(tuple(shape))

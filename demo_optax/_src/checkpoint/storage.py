@@ -180,17 +180,20 @@ class Checkpointer:
             leaves[part] = named | {name: digests(x)[0] for name, x in own.items()}
         with self._one_line(step):
             kept: Any = orbax.training.preservation_policies.LatestN(self._keep)
-            self._writer = orbax.training.Checkpointer(
+            writer = orbax.training.Checkpointer(
                 self._directory, preservation_policy=kept, cleanup_tmp_directories=True
             )
-            self._last = step
-            self._writer.save_checkpointables_async(
-                step,
-                arrays,
-                force=True,
-                overwrite=step in self._damaged,
-                custom_metadata=reading.sealed(described),
-            )
+            with contextlib.ExitStack() as unless_it_begins:
+                unless_it_begins.callback(writer.close)
+                writer.save_checkpointables_async(
+                    step,
+                    arrays,
+                    force=True,
+                    overwrite=step in self._damaged,
+                    custom_metadata=reading.sealed(described),
+                )
+                unless_it_begins.pop_all()
+            self._writer, self._last = writer, step
         self._damaged.discard(step)
 
     @contextlib.contextmanager

@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(arguments)
     try:
         args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, RuntimeError, ValueError) as error:

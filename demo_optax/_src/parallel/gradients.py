@@ -39,6 +39,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
 
     Raises:
       NameError: ``axis_name`` is not bound where the function is called.
+      TypeError: a differentiated argument was not given by position.
       ValueError: JAX's types say that the value is the same on all workers, as after a ``pmean``.
 
     Example:
@@ -58,8 +59,13 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
     @functools.wraps(fun)
     def wrapped(*args, **kwds):
         axes.size(axis_name)  # it raises a NameError if it is not bound
+        if max(differentiated) >= len(args):
+            raise TypeError(
+                f"argument {max(differentiated)} is differentiated, but only {len(args)} were "
+                f"given by position, and {sorted(kwds)} by name: pass it by position."
+            )
         local = list(args)
-        for i in (i for i in differentiated if i < len(args)):  # JAX refuses any others
+        for i in differentiated:
             checks.real_leaves(f"argument {i}", local[i])
             local[i] = axes.as_varying(local[i], axis_name)
         with _explained():
@@ -84,11 +90,6 @@ _ADVICE = {
         "loops, branches and custom derivatives, so that a loop that starts from zeros fails. Give "
         "make_train_step sharding='auto' if a worker has several devices, or a jax.shard_map of "
         "your own check_vma=False. See docs/how_to/troubleshoot.md for what they cost."
-    ),
-    ("positional argument",): (
-        "A loss function is called with the parameters and each worker's own part of the batch. "
-        "With stateful=True a model state stands between them. A key comes last, with "
-        "make_train_step(random_key=True), or if one is given after the batch of worker_gradients."
     ),
     ("unbound axis name",): (
         "The loss is that of one worker, and the workers' axis is not bound in it: leave out pmean "
@@ -164,9 +165,15 @@ def _gradients_on_device(
     def on_device(params, state, batch, key, specs, rows) -> WorkerGradients:
         def loss_of_shards(params, state, *args):
             params = jax.tree.map(_gather, params, specs)
+            args = (state, *args) if stateful else args
+            try:
+                out = loss_fn(params, *args)
+            except TypeError as error:
+                if error.__traceback__ and error.__traceback__.tb_next is None:  # of the call
+                    error.add_note(_ARGUMENTS)
+                raise
             if stateful:
-                return loss_fn(params, state, *args)
-            out = loss_fn(params, *args)
+                return out
             if not isinstance(out, (tuple, list)):
                 return out, (state, None)
             if len(out) != 2:
@@ -202,6 +209,13 @@ def _gradients_on_device(
         return WorkerGradients(loss, aux, state, norm, gradient)
 
     return on_device
+
+
+_ARGUMENTS = (
+    "A loss function is called with the parameters and each worker's own part of the batch. With "
+    "stateful=True a model state stands between them. A key comes last, with "
+    "make_train_step(random_key=True), or if one is given after the batch of worker_gradients."
+)
 
 
 def _results_specs(specs, axis_name: AxisName, inner: tuple[str, ...] = ()):

@@ -2,7 +2,6 @@
 
 import contextlib
 import pickle
-import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -49,11 +48,14 @@ def _picklable(error: BaseException) -> BaseException:
 
     The other processes must learn of the error even if its own methods raise or are interrupted.
     """
+    name = type(error).__name__
     with contextlib.suppress(BaseException):
         restored = pickle.loads(pickle.dumps(error))
         if (repr(restored), str(restored)) == (repr(error), str(error)):
             return error
-    return RuntimeError("".join(traceback.format_exception_only(error)).strip())
+    with contextlib.suppress(BaseException):
+        return RuntimeError(f"{name}: {error}")
+    return RuntimeError(f"{name}: <exception str() failed>")
 
 
 @no_context_mesh()

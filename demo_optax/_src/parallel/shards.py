@@ -57,7 +57,10 @@ def auto_axes(mesh: Mesh | AbstractMesh) -> Iterator[tuple[Mesh | AbstractMesh, 
         same = given.mesh.shape_tuple == mesh.shape_tuple
         return jax.device_put(x, NamedSharding(auto, given.spec if same else P()))
 
-    with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+    context = contextlib.nullcontext()
+    if AxisType.Explicit in (*mesh.axis_types, *jax.sharding.get_abstract_mesh().axis_types):
+        context = jax.sharding.use_abstract_mesh(auto.abstract_mesh)
+    with context:
         yield auto, functools.partial(jax.tree.map, move)
 
 
@@ -113,8 +116,11 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
         return tree
-    is_auto = set(mesh.axis_types) == {AxisType.Auto}
-    place = jax.lax.with_sharding_constraint if is_auto else jax.device_put
+    place = jax.device_put  # only this works if axis types are mixed
+    if set(mesh.axis_types) == {AxisType.Auto}:
+        place = jax.lax.with_sharding_constraint
+    elif set(mesh.axis_types) == {AxisType.Explicit}:
+        place = jax.sharding.reshard  # device_put would send gradients from worker to worker
     return jax.tree.map(place, tree, jax.tree.broadcast(shardings(mesh, specs), tree))
 
 

@@ -368,6 +368,9 @@ def update_stacked(
         updates = shards.made_equal(updates, specs, True, axis_name)
         new = shards.made_equal(new, layout.state, layout.may_have_copies, axis_name)
         new = participation.keep_local_state(new, old, layout.varies_over_workers, participates)
+        nothing = jax.tree.map(lambda _: False, updates)
+        _require_shared("the optimizer's updates", updates, nothing, axis_name)
+        _require_shared("the optimizer's state", new, layout.varies_over_workers, axis_name)
         updates = jax.tree.leaves(_zero_updates_of_nobody(updates, new))
         return jax.tree.unflatten(jax.tree.structure(boxed_gradient), updates), new
 
@@ -376,19 +379,33 @@ def update_stacked(
     try:
         return *on_workers(*args, extra_args), sent[-1]
     except ValueError as error:
-        if "out_axes" in str(error) or "out_specs" in str(error):
-            raise ValueError(
-                "the optimizer's updates, or what all workers share of its state, differ between "
-                f"the workers of axis_name={axis_name!r}, so that their parameters would drift "
-                f"apart unseen. The optimizer must exchange over that axis: give "
-                f"demo_optax.decoupled_momentum (or demo_optax.demo, ...) axis_name={axis_name!r}, "
-                f"or put demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary "
-                "optimizer. What stands in front of the exchange must stand there in an "
-                "optax.chain; an optimizer of your own that exchanges names its local_fields. To "
-                "freeze parameters, leave optax.partition with optax.set_to_zero outermost. The "
-                "error of JAX above names the leaves."
-            ) from error
+        if "vmap has mapped output" in str(error):  # simulated workers have no types
+            what = "the optimizer's updates, or what all workers share of its state,"
+            raise ValueError(_DRIFTS.format(what, axis_name)) from error
         raise
+
+
+_DRIFTS = (
+    "{0} may differ between the workers of axis_name={1!r}, so that their parameters would drift "
+    "apart unseen. The optimizer must exchange over that axis: give demo_optax.decoupled_momentum (or "
+    "demo_optax.demo, ...) axis_name={1!r}, or put demo_optax.mean_over_workers({1!r}) in front of "
+    "an ordinary optimizer. What stands in front of the exchange must stand there in an "
+    "optax.chain; an optimizer of your own that exchanges names its local_fields. To freeze "
+    "parameters, leave optax.partition with optax.set_to_zero outermost."
+)
+
+
+def _require_shared(what: str, tree, varies_over_workers, axis_name: AxisName) -> None:
+    """Refuses leaves that all workers share, but whose types say that they differ."""
+    for (path, x), may_differ in zip(
+        jax.tree.leaves_with_path(tree), jax.tree.leaves(varies_over_workers), strict=True
+    ):
+        if not may_differ and _differs(x, axis_name):
+            raise ValueError(_DRIFTS.format(f"leaf{keystr(path)} of {what}", axis_name))
+
+
+def _differs(x, axis_name: AxisName) -> bool:
+    return not axes.varying(x).isdisjoint(axes.names(axis_name))
 
 
 def bytes_handed_over(tx, layout: StateLayout) -> int | None:
@@ -415,12 +432,8 @@ def _frozen_zeros(program, updates, args, axis_name: AxisName):
     An update counts as zero if it depends on no parameter, on no argument that differs between
     workers and not on their numbers, as with ``optax.set_to_zero``.
     """
-
-    def differs(x) -> bool:
-        return not axes.varying(x).isdisjoint(axes.names(axis_name))
-
     gradient, old, *others = args
-    may_move = list(map(differs, jax.tree.leaves((gradient, old))))
+    may_move = [_differs(x, axis_name) for x in jax.tree.leaves((gradient, old))]
     may_move += [True] * len(jax.tree.leaves(others))
     # Extra arguments come first.
     may_move = [True] * (len(program.jaxpr.invars) - len(may_move)) + may_move
@@ -433,7 +446,7 @@ def _frozen_zeros(program, updates, args, axis_name: AxisName):
 
     leaves, structure = jax.tree.flatten(updates)
     return structure.unflatten(
-        jnp.zeros(x.shape, x.dtype) if differs(x) and not moves(number) else x
+        jnp.zeros(x.shape, x.dtype) if _differs(x, axis_name) and not moves(number) else x
         for number, x in enumerate(leaves)
     )
 
