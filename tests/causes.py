@@ -358,6 +358,10 @@ RAISED = [
         (DRIFT, functools.partial(first_step, tx))
         for tx in (optax.adam(1e-3), demo_optax.demo(1e-3, demo_optax.Compression(4, 8)))
     ],
+    (
+        DRIFT,
+        functools.partial(first_step, optax.adam(1e-3), jax.sharding.AbstractMesh((2,), ("data",))),
+    ),
     lambda: demo_optax.init_opt_state(optax.apply_if_finite(DEMO, 3), model.init(), two()),
     lambda: first_step(optax.named_chain(("ema", optax.ema(0.9)), ("demo", DEMO))),
     state_unlike_any_parameter,

@@ -30,12 +30,6 @@ def summed_gradients(tx, mode):
     return run(params, jax.device_get(state), model.stacked(model.batch(0)))
 
 
-def test_what_is_differentiated_must_be_given_by_position():
-    gradient = demo_optax.local_value_and_grad(np.sum, None)
-    with pytest.raises(TypeError, match=r"argnums=0 requires at least 1 positional"):
-        gradient(a=np.ones(3))
-
-
 def test_summed_gradients_are_refused_by_the_dense_mean_too():
     mean = demo_optax.mean_over_workers("data")
     run = workers.spread(lambda g: mean.update(g, mean.init(g))[0], (P(),), P(), 8, "shard_map")

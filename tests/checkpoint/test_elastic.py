@@ -177,7 +177,7 @@ def test_what_was_under_way_is_delivered_once_after_every_restore(name, tmp_path
     """Gradients are whole numbers until the restore, and zeros afterwards."""
     tx, before, after, goes_on = INEXACT[name]
     random = np.random.default_rng(0)
-    params = {"w": jnp.zeros((16, 24))}
+    params = {"w": jnp.zeros((16, 24)), "nothing": jnp.zeros((0, 3))}
 
     def loss(params, batch):
         return jnp.sum(params["w"] * batch[0])
@@ -230,6 +230,18 @@ def test_other_blocks_or_transforms_are_refused(tmp_path):
             pytest.raises(ValueError, match="restore it with the old transform, block_side"),
         ):
             checkpointer.restore(model.affine())
+
+
+def test_larger_blocks_than_all_tensors_are_the_same_blocks(tmp_path):
+    def small(block_side):
+        compression = demo_optax.Compression(2, block_side)
+        return demo_optax.demo_sgd(0.3, compression, decay=0.9, axis_name="data")
+
+    params, state = initial(small(64), workers.mesh_of(2))
+    with Checkpointer(tmp_path, small(64), workers.mesh_of(2)) as checkpointer:
+        checkpointer.save(1, params, state)
+    with Checkpointer(tmp_path, small(128), workers.mesh_of(1)) as checkpointer:
+        assert checkpointer.restore(model.affine()).step == 1
 
 
 def test_shards_that_end_in_other_blocks_are_refused(tmp_path):

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from orbax.checkpoint import v1 as orbax
 
 import demo_optax
 from demo_optax import checkpoint
@@ -40,6 +41,23 @@ def test_a_save_that_fails_is_an_error_in_a_line_and_the_next_one_is_tried(tmp_p
         saves(checkpointer, 3, wait=True)
         assert checkpointer.latest == 3
     assert is_run(restored(tmp_path / "run", step=3), 2)
+
+
+def test_a_save_that_is_interrupted_can_be_tried_again(tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
+        saves(checkpointer, 1, wait=True)
+        with monkeypatch.context() as interrupted:
+            save = "save_checkpointables_async"
+            interrupted.setattr(orbax.training.Checkpointer, save, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                saves(checkpointer, 2)
+        assert checkpointer.latest == 1
+        saves(checkpointer, 2, wait=True)
+        assert checkpointer.latest == 2
+    assert is_run(restored(tmp_path / "run", step=2), 2)
 
 
 def test_a_guard_of_transfers_leaves_checkpoints_alone(tmp_path):

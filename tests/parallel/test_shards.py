@@ -52,8 +52,8 @@ def params():
     return {n: (0.3 * random.normal(size=s)).astype(np.float32) for n, s in SHAPES.items()}
 
 
-def mesh_of(*sizes, names=("fsdp", "tensor")):
-    return workers.mesh_of(*sizes, names=("replica", *names), kind=AxisType.Auto)
+def mesh_of(*sizes, names=("fsdp", "tensor"), kind=AxisType.Auto):
+    return workers.mesh_of(*sizes, names=("replica", *names), kind=kind)
 
 
 def train(mesh, specs, steps=4, tx=SGD, **way):
@@ -170,6 +170,24 @@ def test_only_the_packet_crosses_between_workers(name, way):
     assert name != "sgd" or of_two == 2 * packet.operand_bytes
     inside = [one for one in sent if not one.crosses(mesh, "replica")]
     assert {one.groups for one in inside} == {((0, 1), (2, 3))}
+
+
+def test_only_the_packet_crosses_on_a_mesh_whose_axes_are_explicit():
+    mesh, specs = mesh_of(4, 2, names=("fsdp",), kind=AxisType.Explicit), {"w": P("fsdp")}
+    shardings = {"w": NamedSharding(mesh, P("fsdp"))}
+    params = jax.device_put({"w": np.ones((256, 256), np.float32)}, shardings)
+    state = demo_optax.init_opt_state(SGD, params, mesh, "replica", specs)
+    step = demo_optax.make_train_step(
+        lambda params, x: jnp.mean((x @ params["w"]) ** 2),
+        SGD,
+        mesh,
+        "replica",
+        param_specs=specs,
+        sharding="auto",
+    )
+    program = step.lower(params, state, np.ones((16, 256), np.float32)).compile()
+    sent = [one for one in hlo.collectives(program.as_text()) if one.crosses(mesh, "replica")]
+    assert [(one.kind, one.dtype) for one in sent] == [("all-gather", "u32")]
 
 
 @sweep("manual", way=WAYS)

@@ -51,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(arguments)
     try:
         args.run(args)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, RuntimeError, ValueError) as error:

@@ -387,9 +387,9 @@ def update_stacked(
 
 _DRIFTS = (
     "{0} may differ between the workers of axis_name={1!r}, so that their parameters would drift "
-    "apart unseen. The optimizer must exchange over that axis: give demo_optax.decoupled_momentum (or "
-    "demo_optax.demo, ...) axis_name={1!r}, or put demo_optax.mean_over_workers({1!r}) in front of "
-    "an ordinary optimizer. What stands in front of the exchange must stand there in an "
+    "apart unseen. The optimizer must exchange over that axis: give demo_optax.decoupled_momentum "
+    "(or demo_optax.demo, ...) axis_name={1!r}, or put demo_optax.mean_over_workers({1!r}) in "
+    "front of an ordinary optimizer. What stands in front of the exchange must stand there in an "
     "optax.chain; an optimizer of your own that exchanges names its local_fields. To freeze "
     "parameters, leave optax.partition with optax.set_to_zero outermost."
 )
