@@ -400,12 +400,8 @@ def _require_shared(what: str, tree, varies_over_workers, axis_name: AxisName) -
     for (path, x), may_differ in zip(
         jax.tree.leaves_with_path(tree), jax.tree.leaves(varies_over_workers), strict=True
     ):
-        if not may_differ and _differs(x, axis_name):
+        if not may_differ and axes.varying(x).intersection(axes.names(axis_name)):
             raise ValueError(_DRIFTS.format(f"leaf{keystr(path)} of {what}", axis_name))
-
-
-def _differs(x, axis_name: AxisName) -> bool:
-    return not axes.varying(x).isdisjoint(axes.names(axis_name))
 
 
 def bytes_handed_over(tx, layout: StateLayout) -> int | None:
@@ -433,7 +429,8 @@ def _frozen_zeros(program, updates, args, axis_name: AxisName):
     workers and not on their numbers, as with ``optax.set_to_zero``.
     """
     gradient, old, *others = args
-    may_move = [_differs(x, axis_name) for x in jax.tree.leaves((gradient, old))]
+    over = axes.names(axis_name)
+    may_move = [bool(axes.varying(x).intersection(over)) for x in jax.tree.leaves((gradient, old))]
     may_move += [True] * len(jax.tree.leaves(others))
     # Extra arguments come first.
     may_move = [True] * (len(program.jaxpr.invars) - len(may_move)) + may_move
@@ -446,7 +443,9 @@ def _frozen_zeros(program, updates, args, axis_name: AxisName):
 
     leaves, structure = jax.tree.flatten(updates)
     return structure.unflatten(
-        jnp.zeros(x.shape, x.dtype) if _differs(x, axis_name) and not moves(number) else x
+        jnp.zeros(x.shape, x.dtype)
+        if axes.varying(x).intersection(over) and not moves(number)
+        else x
         for number, x in enumerate(leaves)
     )
 
