@@ -78,9 +78,8 @@ def noise(updates, _):
 )
 def test_updates_that_are_not_zero_are_never_taken_for_frozen(local):
     tx = optax.partition({"trained": DEMO, "frozen": local}, FIRST_LAYER)
-    with pytest.raises(ValueError, match=r"updates, .* differ between the workers") as refused:
+    with pytest.raises(ValueError, match=r"'bias'.* updates may differ between the workers"):
         train(tx)
-    assert "['bias']" in str(refused.value.__cause__)
 
 
 def test_only_wrappers_that_decide_alone_are_blamed(annotations_unchecked):
