@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax.extend import core
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
@@ -406,7 +406,11 @@ def _require_shared(what: str, tree, varies_over_workers, axis_name: AxisName) -
 
 def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     """Returns the third result of `update_stacked`, without computing anything."""
-    mesh, axis_name = layout.mesh, layout.axis_name
+    names, axis_name = layout.mesh.axis_names, layout.axis_name
+    # On Explicit axes shapes would need shardings.
+    automatic = (AxisType.Auto,) * len(names)
+    mesh = AbstractMesh(layout.mesh.axis_sizes, names, axis_types=automatic)
+    layout = dataclasses.replace(layout, mesh=mesh)
     front = (shards.num_workers(mesh, axis_name),) if axes.names(axis_name) else ()
     stacked = jax.tree.map(lambda x: x.update(shape=(*front, *x.shape)), layout.param_shapes)
     sent, shapes = [], (stacked, layout.state_shapes, layout.param_shapes)
