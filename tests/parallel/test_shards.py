@@ -198,6 +198,7 @@ def test_packets_of_whole_parameters_cross_in_parts(way):
     assert (part.kind, part.dtype) == ("all-gather", "u32")
     packet = demo_optax.packet_bytes(SGD, params(), "replica")
     assert part.operand_bytes == 512 * math.ceil(packet / 4 / 512)
+    assert demo_optax.packet_bytes(SGD, params(), "replica", mesh) == 4 * part.operand_bytes
 
 
 @sweep("mapped", way=WAYS)

@@ -264,3 +264,15 @@ def test_microbatches_and_keys_differ_between_workers():
     assert len(np.unique(keys, axis=0)) == 16
     expected = model.batch(0)["x"].reshape(8, 2, 12).mean(axis=(1, 2))
     np.testing.assert_allclose(found.gradients, expected, rtol=1e-5)
+
+
+def test_a_loss_may_name_the_axes_of_the_mesh_that_its_caller_sets():
+    mesh = workers.mesh_of(4, 2, names=("replica", "fsdp"), kind=AxisType.Auto)
+    finer = workers.mesh_of(4, 1, 2, names=("replica", "a", "b"), kind=AxisType.Auto)
+    loss = constrained(lambda x: jax.lax.with_sharding_constraint(x, P(None, "b")))
+    plain = demo_optax.worker_gradients(model.loss, mesh, "replica")
+    expected = jax.jit(plain)(model.init(), model.batch(0), opt_state=())
+    with jax.set_mesh(finer):
+        own = jax.jit(demo_optax.worker_gradients(loss, mesh, "replica"))
+        results = own(model.init(), model.batch(0), opt_state=())
+    chex.assert_trees_all_close(results.gradients, expected.gradients, rtol=1e-5, atol=1e-6)
