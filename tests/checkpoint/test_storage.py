@@ -156,6 +156,10 @@ class Position(NamedTuple):
     buffer: bytes
 
 
+class Celsius(float):
+    """A number of a type of the user's own."""
+
+
 ANY_EXTRA = {
     "PCG64": np.random.PCG64(0).state,
     "MT19937": np.random.MT19937(1).state,
@@ -165,7 +169,7 @@ ANY_EXTRA = {
     "integers": [0, -1, 2**31, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 2**64, -(2**200), 3**999],
     "bytes": [b"", b"\x00\xff", bytes(range(256))],
     "text": ["", "a\n\x00", "é∀"],
-    "numbers": [1j, -0.0, 1e308, float("inf"), True, False, None],
+    "numbers": [1j, -0.0, 1e308, float("inf"), Celsius(0.1), True, False, None],
     "position": Position(3, b"ab"),
     "scalars": [np.float32(0.1), np.int8(-3), np.bool_(True), np.complex64(1j), np.uint64(2**63)],
     "arrays": [np.zeros((0, 3)), np.array(2.5), np.arange(3, dtype=np.uint16), jnp.bfloat16(0.1)],

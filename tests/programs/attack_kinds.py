@@ -37,7 +37,7 @@ class Attacker:
     """Whoever has the whole store, and no key."""
 
     def __init__(self, url: str, elsewhere: str, garbage: int):
-        self.store, self.elsewhere = ObjectStore(url, patience=5.0), ObjectStore(elsewhere)
+        self.store, self.elsewhere = ObjectStore(url, patience=60.0), ObjectStore(elsewhere)
         self.store.packet_bytes = 10**6  # it reads nothing larger
         self.url, self.garbage, self.drawn = url, garbage, random.Random(0)
         self.made: set[str] = set()  # keys of its own
