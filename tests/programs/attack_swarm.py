@@ -43,7 +43,6 @@ from tests.programs.attack_kinds import HOLD, PAUSE
 
 SETTINGS = {"slots": 5, "min_workers": 2, "deadline": 2.0}
 PATIENCE, BACK = 20.0, 60.0  # seconds: of a store, above HOLD; in which members go on afterwards
-JOINS = 300.0  # seconds in which a newcomer does; moto takes one for 1,000 names of 100,000
 NAMES = "paris", "rome", "oslo", "lima"  # oslo lies later on; lima joins after each kind
 TRAINING = NAMES[:3]
 TX = demo_optax.demo_scaled(1e-2, exchange=demo_optax.AllGather(norm_limit=10))
@@ -201,7 +200,7 @@ class Run:
         """Lets a newcomer take three steps: its seconds, its errors, and whether it took them."""
         newcomer, began = Trainer(self, NAMES[3], steps=3), time.monotonic()
         newcomer.start()
-        newcomer.join(JOINS)
+        newcomer.join(BACK)
         newcomer.ending.set()
         has_joined = len(newcomer.times) == 3
         said = [] if has_joined else newcomer.said
