@@ -306,6 +306,24 @@ def test_snapshots_are_compared_whatever_else_stands_in_the_store(store, monkeyp
     turns.close()
 
 
+def test_snapshots_are_listed_once_by_a_newcomer_and_never_by_those_who_wait(store, monkeypatch):
+    """A store may hold any number of another's objects, each of which a list returns."""
+    monkeypatch.setattr(snapshot_turns, "POLL_SECONDS", 0.01)
+    leaves, listed, names = [np.ones(4, np.float32)], [], store.names
+    monkeypatch.setattr(store, "names", lambda folder: listed.append(folder) or names(folder))
+    turns = SnapshotTurns(Member(store, "paris"), 4)
+    manifest = records.Manifest(0, (records.PacketRef(7, 1, "0" * 64),), "", 0.0)
+    listed.clear()
+    for step in 4, 8, 12:  # of a writer that is gone, and comes back before the last one
+        turns.take(step, leaves, 1, manifest)
+    time.sleep(0.1)
+    snapshots.write(store, 12, leaves)
+    assert turns._compared.result(timeout=10) is None and listed == []
+    turns.close()
+    snapshots.read_newest(store, leaves)
+    assert listed == ["snapshots"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "factor", "drift"),
     [("parameters", 1.5, 1 / 3), ("state", 1.5, 1 / 3), ("parameters", 0.0, 1.0)],

@@ -13,12 +13,13 @@ from demo_optax._src.swarm import snapshots
 from demo_optax._src.swarm.member import Member
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, SnapshotIndex
-from demo_optax._src.swarm.snapshots import Leaves
+from demo_optax._src.swarm.snapshots import Leaves, Turn
 
 LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
 SIGNED_DRIFT = 1e-3  # up to which a member signs another's snapshot; measured: below 1e-6
 POLL_SECONDS = 0.25
 HEARD_SECONDS = 2.0  # between two looks for a snapshot that most have signed
+MOST_TURNS = 1000  # that are remembered
 STEPS_TO_JUDGE = 10  # at the least, whose members a step may not leave out
 
 Comparison = tuple[SnapshotIndex, float, Leaves | None]
@@ -39,7 +40,8 @@ class SnapshotTurns:
         self._signed: SnapshotIndex | None = None  # the last snapshot that this member signed
         self._last = 0  # the last step that had a turn
         self._attested = 0  # the last step whose snapshot most members have signed
-        self._turns: collections.deque[int] = collections.deque([0, 0], 2)  # its own last ones
+        self._turns: collections.deque[Turn] = collections.deque(maxlen=MOST_TURNS)
+        self._own: collections.deque[int] = collections.deque([0, 0], 2)  # its own last ones
         self._closing = threading.Event()
         member.repeat = self._sign_again
 
@@ -58,6 +60,7 @@ class SnapshotTurns:
         """
         members, before = [packet.member for packet in manifest.packets], self._last
         writer, self._last = members[step // self.every % len(members)], max(step, before)
+        self._turns.append((step, self._slot_in_index(writer)))
         if writer != self.member.me:
             if self._compared is None or (is_past and self._compared.done()):
                 chain, slot = self._chain(step), self._slot_in_index(writer)
@@ -80,6 +83,11 @@ class SnapshotTurns:
         ended, self._compared = self._compared, None
         return ended.result()
 
+    def go_on_from(self, index: SnapshotIndex) -> None:
+        """Forgets the turns after a snapshot that is believed, since this worker starts there."""
+        self._attested = index.step
+        self._turns.clear()
+
     def close(self) -> None:
         self._closing.set()
         self._threads.shutdown(wait=True)
@@ -93,10 +101,14 @@ class SnapshotTurns:
     def _slot_in_index(self, writer: MemberId) -> int | None:
         return writer[0] if self._closed else None
 
+    def _later(self, step: int) -> list[Turn]:
+        return [x for x in list(self._turns) if x[0] > step]  # a copy, since turns are added
+
     def _last_attested(self, before: int) -> int:
         """Returns the step of the newest snapshot that most members have signed."""
-        member, steps = self.member, range(self._attested + 1, before)
-        for index in snapshots.attested(member.store, steps, member.counted):
+        member = self.member
+        turns = [x for x in self._later(self._attested) if x[0] < before]
+        for index in snapshots.attested(member.store, reversed(turns), member.counted):
             if member.head(index.step - 1) in ("", index.head):  # else it is of another side
                 self._attested = index.step
                 break
@@ -124,8 +136,8 @@ class SnapshotTurns:
 
         It may be on the smaller one of two sides that do not see each other.
         """
-        if since >= self._turns[0]:
-            self._turns.append(step)
+        if since >= self._own[0]:
+            self._own.append(step)
             return
         member, store = self.member, self.member.store
         member.is_unheard = True
@@ -142,7 +154,7 @@ class SnapshotTurns:
             self._sign_again()
             if self._closed:
                 self._closed.look_for_roster()
-        self._turns.extend([0, 0])
+        self._own.extend([0, 0])
         if member.is_unheard:
             member.astray = "a newer snapshot was signed by most members"
             member.is_unheard = False
@@ -155,7 +167,7 @@ class SnapshotTurns:
         find = functools.partial(snapshots.read_index, store, step, slot)
         try:
             while (index := find()) is None:
-                if any(step < later <= self._last for later in snapshots.steps_of(store)):
+                if any(snapshots.read_index(store, *x) for x in self._later(step)):
                     return None  # its writer was gone, or skipped it
                 if self._closing.wait(POLL_SECONDS):
                     return None

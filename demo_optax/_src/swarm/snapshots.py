@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from demo_optax._src.swarm.slots import have_left
 from demo_optax._src.swarm.store import PART, Store, in_parallel
 
 Leaves = list[np.ndarray]
+Turn = tuple[int, int | None]
+"""The step of a snapshot, and the slot of its writer where each slot has one of its own."""
 
 NUM_KEPT = 2
 READ_TRIES = 5
@@ -210,16 +212,16 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
     Snapshots before the step ``first`` are of no use to the worker.
     """
     failures, closed = [], store if isinstance(store, MembersOnly) else None
-    if not steps_of(store):
-        is_taken = _is_taken(store)  # before it looks again, since others may begin the run
-        if is_taken and not steps_of(store):
+    if not (found := _newest(store)):
+        if not (is_taken := _is_taken(store)):
+            write(store, 0, own, roster=closed.roster.name if closed else "")
+        found = _newest(store)  # once more, since others may have begun the run
+        if is_taken and not found:
             failures.append(
                 "there is none, but other objects of a run, perhaps under a newer roster"
             )
-        elif not is_taken:
-            write(store, 0, own, roster=closed.roster.name if closed else "")
     for _ in range(READ_TRIES):  # a snapshot that is swept meanwhile has a successor
-        for step, slot in [x for x in _newest(store) if x[0] >= first]:
+        for step, slot in [x for x in found if x[0] >= first]:
             try:
                 if (index := read_index(store, step, slot)) is None:
                     continue
@@ -228,6 +230,7 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
                 failures.append(f"most of those before have not signed that of step {step}")
             except Damaged as error:
                 failures.append(str(error))
+        found = _newest(store)
     failures += [closed.missing] if closed and closed.missing else []
     reasons = "; ".join(dict.fromkeys(failures)) or f"none of step {first} or later is there"
     raise SwarmError(
@@ -243,7 +246,7 @@ def _is_taken(store: Store) -> bool:
     return is_foreign or bool(store.names("manifests"))
 
 
-def _newest(store: Store) -> list[tuple[int, int | None]]:
+def _newest(store: Store) -> list[Turn]:
     """Returns the steps and slots of all snapshots, the newest ones first."""
     found = filter(None, map(_INDEX.fullmatch, store.names("snapshots")))
     pairs = [(int(x[1]), int(x[2]) if x[2] else None) for x in found]
@@ -257,10 +260,12 @@ def steps_of(store: Store) -> list[int]:
 
 
 def attested(
-    store: Store, steps: range, known: Mapping[int, frozenset[MemberId]] | None = None
+    store: Store,
+    turns: Iterable[Turn],
+    known: Mapping[int, frozenset[MemberId]] | None = None,
 ) -> Iterator[SnapshotIndex]:
-    """Yields the indices of the snapshots of these steps that are believed, newest first."""
-    for step, slot in [x for x in _newest(store) if x[0] in steps]:
+    """Yields the indices of those of some snapshots that are believed."""
+    for step, slot in turns:
         with contextlib.suppress(Damaged):
             index = read_index(store, step, slot)
             if index is not None and is_attested(store, index, known):
@@ -281,7 +286,8 @@ def attested_steps(store: Store, until: int = sys.maxsize, number: int | None = 
     """Returns the steps of the newest snapshots that are believed, in order."""
     if not isinstance(store, MembersOnly):  # their names say enough
         return [step for step in steps_of(store) if step <= until][-(number or 0) :]
-    steps = itertools.groupby(index.step for index in attested(store, range(until + 1)))
+    found = [x for x in _newest(store) if x[0] <= until]
+    steps = itertools.groupby(index.step for index in attested(store, found))
     return sorted(step for step, _ in itertools.islice(steps, number))
 
 

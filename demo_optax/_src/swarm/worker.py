@@ -524,6 +524,7 @@ class SwarmWorker:
 
     def _go_on_from(self, index: SnapshotIndex, leaves, params, opt_state) -> tuple[Any, Any]:
         by_lead(lambda: self.member.go_on_from(index))
+        by_lead(lambda: self._turns.go_on_from(index) if self._turns else None)
         self.number = index.step
         return replace_leaves(self._programs.shardings, params, opt_state, leaves)
 
