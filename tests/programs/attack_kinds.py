@@ -299,7 +299,8 @@ def clean() -> None:
     for undo in at.odd.values():
         with contextlib.suppress(OSError):
             undo()
-    at.store.delete(at.litter)
+    for first in range(0, len(at.litter), 1000):  # a store has a minute for each request
+        at.store.delete(at.litter[first : first + 1000])
     at.litter, at.odd = [], {}
 
 
