@@ -22,12 +22,7 @@ from demo_optax._src.compression.blocks import BLOCK_RULES, BlockGeometry, Block
 from demo_optax._src.compression.chosen import Choice, Chosen
 from demo_optax._src.compression.selection import SELECTORS, AnySelector, Selection
 from demo_optax._src.compression.sparse import AllCoefficients
-from demo_optax._src.compression.transforms import (
-    TRANSFORMS,
-    Basis,
-    Transform,
-    TransformName,
-)
+from demo_optax._src.compression.transforms import TRANSFORMS, Basis, Transform, TransformName
 from demo_optax._src.compression.values import VALUE_CODINGS, Coding, ValueCoding
 
 KNOWN: dict[int, Any] = {}

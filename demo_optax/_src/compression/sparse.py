@@ -127,9 +127,7 @@ class AllCoefficients:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["positions", "values"],
-    meta_fields=["selector"],
+    jax.tree_util.register_dataclass, data_fields=["positions", "values"], meta_fields=["selector"]
 )
 @dataclasses.dataclass(frozen=True)
 class SparseSum:

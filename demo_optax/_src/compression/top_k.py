@@ -71,9 +71,7 @@ class TopK:
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
         slow = ["cpu"] if self.k <= _GPU_KERNEL_K else ["cpu", "cuda", "rocm"]
         chosen = jax.lax.platform_dependent(
-            magnitudes,
-            default=self._by_kernel,
-            **dict.fromkeys(slow, self._by_strided_groups),
+            magnitudes, default=self._by_kernel, **dict.fromkeys(slow, self._by_strided_groups)
         )
         return jnp.sort(chosen, axis=-1)
 

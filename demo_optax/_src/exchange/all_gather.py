@@ -12,13 +12,7 @@ from demo_optax._src.compression.packet import Origin, PacketLayout, Packets, pa
 from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange import collectives
 from demo_optax._src.exchange.averaging import average, medians_and_weights, norm_caps
-from demo_optax._src.exchange.protocol import (
-    Aggregate,
-    Exchange,
-    Mean,
-    Outbox,
-    Traffic,
-)
+from demo_optax._src.exchange.protocol import Aggregate, Exchange, Mean, Outbox, Traffic
 from demo_optax._src.metrics import ExchangeMetrics, summarise
 
 
