@@ -33,9 +33,7 @@ DELAYED = demo_optax.demo(
 )
 
 DELAYED_WITH_ANOTHER_SEED = demo_optax.demo(
-    1e-3,
-    demo_optax.Compression(4, 8, seed=1),
-    exchange=demo_optax.Delayed(demo_optax.AllGather()),
+    1e-3, demo_optax.Compression(4, 8, seed=1), exchange=demo_optax.Delayed(demo_optax.AllGather())
 )
 
 
@@ -338,10 +336,7 @@ RAISED = [
     lambda: DEMO.update(model.init(), DEMO.init(model.init())),
     lambda: demo_optax.init_opt_state(DEMO, model.init(), two(), ["data"]),
     *[
-        (
-            r"one or several of the mesh's axes \('data',\)",
-            functools.partial(init_on, two, name),
-        )
+        (r"one or several of the mesh's axes \('data',\)", functools.partial(init_on, two, name))
         for name in ("model", ("data", "model"), None)
     ],
     *[
@@ -376,15 +371,9 @@ RAISED = [
     (r"gradient\['bias'\] is not local.*local_value_and_grad", summed_gradient),
     same_gradients,
     workers_that_disagree,
-    (
-        r"batch\['x'\] has shape \(11, 12\).*2 devices",
-        lambda: step_of_two(model.batch(0, rows=11)),
-    ),
+    (r"batch\['x'\] has shape \(11, 12\).*2 devices", lambda: step_of_two(model.batch(0, rows=11))),
     (r"batch has shape \(\).*2 devices", lambda: step_of_two(np.float32(1))),
-    (
-        "batch_specs names the axis 'rows' for batch",
-        lambda: step_of_two(batch_specs=P("rows")),
-    ),
+    ("batch_specs names the axis 'rows' for batch", lambda: step_of_two(batch_specs=P("rows"))),
     (
         r"8 rows.*3 equal microbatches.*divide it x microbatches",
         lambda: step_of_two(microbatches=3),

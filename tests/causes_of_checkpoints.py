@@ -110,10 +110,7 @@ RAISED = [
     lambda: save(step=-1),
     lambda: save(extra={"position": {3}}),
     lambda: restore(step=2),
-    (
-        "opt_state are not those",
-        lambda: restore(tx=optax.chain(optax.trace(0.9), DEMO)),
-    ),
+    ("opt_state are not those", lambda: restore(tx=optax.chain(optax.trace(0.9), DEMO))),
     (r"bias.*shape \(16,\)", lambda: restore(model.init() | {"bias": jnp.ones(7)})),
     ("params are not those", lambda: restore(model.one_matrix())),
     lambda: restore_another_preconditioner(8),

@@ -20,9 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TAG = "`studies-2026-11`"
 SMALL = ("--layers", "1", "--width", "64")
 # What a line of figures looks like in each.
-CASES = {
-    ("step_cost.py", *SMALL, "--rounds", "1", "--topk", "4"): r"^demo, topk 4.* \d+\.\d\d ns",
-}
+CASES = {("step_cost.py", *SMALL, "--rounds", "1", "--topk", "4"): r"^demo, topk 4.* \d+\.\d\d ns"}
 
 
 @pytest.mark.slow

@@ -134,9 +134,7 @@ def states_of(method, params):
 
 
 @pytest.mark.parametrize(
-    "method",
-    [*methods.methods(128), *methods.methods_in_swarm()],
-    ids=lambda method: method.name,
+    "method", [*methods.methods(128), *methods.methods_in_swarm()], ids=lambda method: method.name
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_method_has_the_state_of_its_optimizer(method, dtype):

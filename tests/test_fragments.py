@@ -229,10 +229,7 @@ def test_a_worker_that_the_outer_optimizer_excludes_keeps_its_progress():
 
 @pytest.mark.parametrize(
     "exchange, axis_name",
-    [
-        (demo_optax.Delayed(demo_optax.AllGather("data")), "data"),
-        (demo_optax.TwoPhase(), None),
-    ],
+    [(demo_optax.Delayed(demo_optax.AllGather("data")), "data"), (demo_optax.TwoPhase(), None)],
 )
 def test_exchanges_that_cannot_carry_fragments_are_refused_at_once(exchange, axis_name):
     outer = outer_of(optax.sgd(1.0), demo_optax.Compression(4, 8), exchange)

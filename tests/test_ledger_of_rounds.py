@@ -72,11 +72,7 @@ class Simulated:
         return np.asarray(self.state.outer[0].momentum).reshape(SHAPE).T  # columns first
 
 
-KEEP = {
-    "whole": rounds(),
-    "int8": rounds(value_coding="int8"),
-    "sparse": rounds(8, "int2"),
-}
+KEEP = {"whole": rounds(), "int8": rounds(value_coding="int8"), "sparse": rounds(8, "int2")}
 
 
 def run(tx, missing, late):

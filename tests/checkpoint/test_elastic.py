@@ -30,9 +30,7 @@ OPTIMIZERS = {
         axis_name="data",
     ),
     "adamw, redrawn transform": demo_optax.demo_adamw(
-        5e-3,
-        demo_optax.Compression(4, 6, transform="random"),
-        axis_name="data",
+        5e-3, demo_optax.Compression(4, 6, transform="random"), axis_name="data"
     ),
     "a chain with a partition and random keys": optax.chain(
         optax.partition(

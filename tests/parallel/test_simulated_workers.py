@@ -54,13 +54,7 @@ def trained(tx, mesh, *, microbatches=1):
     opt_state = demo_optax.init_opt_state(tx, params, mesh)
     state = demo_optax.init_model_state(np.float32(0), mesh)
     step = demo_optax.make_train_step(
-        loss_fn,
-        tx,
-        mesh,
-        microbatches=microbatches,
-        clip_norm=1.0,
-        random_key=True,
-        stateful=True,
+        loss_fn, tx, mesh, microbatches=microbatches, clip_norm=1.0, random_key=True, stateful=True
     )
     told = []
     for number in range(5):
