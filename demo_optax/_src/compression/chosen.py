@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from demo_optax._src import checks
 from demo_optax._src.compression import sparse
+from demo_optax._src.compression.sparse import Dense, Picked, Picks
 from demo_optax._src.compression.top_k import TopK
 
 Choice = Callable[[Any, int], Any]
@@ -29,7 +30,7 @@ class Chosen(TopK):
     def places(self) -> int:
         return self.n + self.k
 
-    def select(self, coefficients: Float[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
+    def select(self, coefficients: Float[Array, "blocks n"]) -> Picks:
         positions = self.choose(coefficients, self.k)
         shape = len(coefficients), self.k
         checks.made_arrays("selection", self.choose, [positions], [shape], jnp.int32)
@@ -37,17 +38,10 @@ class Chosen(TopK):
         slots = jnp.arange(self.k, dtype=jnp.int32)[None]
         return jnp.where(positions < self.n, positions, self.n + slots)
 
-    def take(
-        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks k"]
-    ) -> Shaped[Array, "blocks k"]:
+    def take(self, blocks: Dense, positions: Picks) -> Picked:
         return sparse.take(self._longer(blocks), positions)
 
-    def add(
-        self,
-        blocks: Shaped[Array, "blocks n"],
-        positions: Int32[Array, "blocks k"],
-        values: Shaped[Array, "blocks k"],
-    ) -> Shaped[Array, "blocks n"]:
+    def add(self, blocks: Dense, positions: Picks, values: Picked) -> Dense:
         return sparse.add(self._longer(blocks), positions, values)[:, : self.n]
 
     def add_all(
@@ -58,5 +52,5 @@ class Chosen(TopK):
     ) -> Float[Array, "blocks n"]:
         return sparse.add_all(self._longer(blocks), positions, values)[:, : self.n]
 
-    def _longer(self, blocks: Shaped[Array, "blocks n"]) -> Shaped[Array, "blocks longer"]:
+    def _longer(self, blocks: Dense) -> Shaped[Array, "blocks longer"]:
         return jnp.pad(blocks, ((0, 0), (0, self.k)))
