@@ -271,13 +271,6 @@ def test_a_mean_of_ones_own_counts_in_the_step_too():
     assert metrics.packet_bytes == demo_optax.packet_bytes(tx, params, workers=4)
 
 
-@pytest.mark.parametrize("mesh", [None, mesh_of(4)])
-def test_a_wrapped_optimizer_is_refused_by_name(mesh):
-    wrapped = demo_optax.stack_workers(demo_optax.demo(1e-3, axis_name="data"), mesh_of(4))
-    with pytest.raises(TypeError, match=r"stack_workers.*pass the optimizer that was wrapped"):
-        demo_optax.packet_bytes(wrapped, shapes(w=(64, 64)), mesh=mesh)
-
-
 def test_a_single_worker_sends_nothing():
     params = shapes(w=(64, 64), b=(64,))
     compression = Compression(topk=8)

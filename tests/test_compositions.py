@@ -61,7 +61,6 @@ REFUSED = {
     "MultiSteps": (optax.MultiSteps(DEMO, 2), "microbatches"),
     "apply_if_finite": (optax.apply_if_finite(DEMO, 3), "microbatches"),
     "masked, the rest untouched": (optax.masked(DEMO, MATRICES), "mean_over_workers"),
-    "no exchange": (optax.adam(1e-3), "mean_over_workers"),
     "stack_workers": (demo_optax.stack_workers(DEMO, MESH), "pass the optimizer that was wrapped"),
 }
 

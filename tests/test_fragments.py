@@ -227,16 +227,6 @@ def test_a_worker_that_the_outer_optimizer_excludes_keeps_its_progress():
     assert participants == [0, 4, 4, 0, 0, 4, 4, 4]
 
 
-@pytest.mark.parametrize(
-    "exchange, axis_name",
-    [(demo_optax.Delayed(demo_optax.AllGather("data")), "data"), (demo_optax.TwoPhase(), None)],
-)
-def test_exchanges_that_cannot_carry_fragments_are_refused_at_once(exchange, axis_name):
-    outer = outer_of(optax.sgd(1.0), demo_optax.Compression(4, 8), exchange)
-    with pytest.raises(TypeError, match=r"must exchange by AllGather.* or TwoPhase"):
-        demo_optax.local_steps(optax.sgd(1.0), outer, 4, fragments=4, axis_name=axis_name)
-
-
 def test_eight_workers_stay_bit_identical():
     mesh, tx = workers.mesh_of(8), local(sparse(), every=5, fragments=5)
     calls = []

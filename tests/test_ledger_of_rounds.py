@@ -304,8 +304,3 @@ def test_rounds_of_unequal_length_count_whole_and_loud_ones_or_heavy_ones_do_not
     np.testing.assert_allclose(light, (1 + 1 + 10e-9) / 2, rtol=1e-5)
     loud = update((1.0, 1.0), (1.0, 1.0), (1000.0, 1.0))
     np.testing.assert_allclose(loud, (1 + 1 + 10) / 3, rtol=1e-5)
-
-
-def test_merge_must_be_a_part_of_the_way():
-    with pytest.raises(ValueError, match=r"merge must lie in \[0, 1\), not 1.5"):
-        rounds(merge=1.5)

@@ -201,15 +201,6 @@ def test_an_optimizer_that_changes_is_traced_again(annotations_unchecked):
     assert step_once() == -1.0
 
 
-def test_muon_without_an_axis_is_told_to_name_the_workers():
-    tx, params = demo_optax.demo_muon(1e-3), np.ones((16, 8), np.float32)
-    mesh = workers.mesh_of(2)
-    step = demo_optax.make_train_step(lambda w, x: jnp.sum(x @ w), tx, mesh)
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    with pytest.raises(ValueError, match=r"demo_muon\(\.\.\., axis_name='data'\)"):
-        step(params, state, np.ones((2, 16), np.float32))
-
-
 REDRAWN = Compression(4, 8, transform="random")
 
 

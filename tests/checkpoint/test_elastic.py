@@ -332,13 +332,3 @@ def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
             assert reader.restore(params).step in (1, 2)
     with Checkpointer(tmp_path, SGD, mesh) as reader:
         assert reader.latest == 2
-
-
-def test_another_extra_is_refused(tmp_path):
-    mesh = workers.mesh_of(2)
-    params, state = initial(SGD, mesh)
-    with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
-        checkpointer.save(1, params, state, {"a": 1, "b": 2})
-        for extra in None, {"a": 1}, {"a": 1, "b": 2, "c": 3}:
-            with pytest.raises(ValueError, match="extra are not those"):
-                checkpointer.restore(params, extra)

@@ -100,12 +100,7 @@ def test_who_is_late_is_waited_for_once(run):
     assert exchange(oslo, 1).own is None
 
 
-def test_without_a_roster_of_the_owner_nobody_begins(run, tmp_path):
-    with pytest.raises(SwarmError, match="of number 2 or higher, but number 1 is in"):
-        run.store("paris", at_least=2)
-    run.make("lima")
-    with pytest.raises(SwarmError, match="the key of lima is in no roster, and number 1"):
-        run.store("lima")
+def test_without_a_roster_of_the_owner_nobody_begins(run):
     for damage in (run.anybody.put, roster.KEY, b"{}"), (run.anybody.delete, [roster.KEY]):
         damage[0](*damage[1:])
         before = run.anybody.names("")
@@ -116,32 +111,9 @@ def test_without_a_roster_of_the_owner_nobody_begins(run, tmp_path):
         assert run.anybody.names("") == before
 
 
-@pytest.mark.parametrize(
-    ("added", "without", "said"),
-    [
-        ((), ("lima",), "'lima' cannot be taken out: give names of members, which are oslo, paris"),
-        ((), NAMES, "roster 2 needs a member"),
-    ],
-)
-def test_a_roster_names_members_and_has_some(run, added, without, said):
-    with pytest.raises(SwarmError, match=said):
-        run.change(*added, without=without)
-
-
-def test_no_name_or_key_is_in_a_roster_twice(run):
-    (run.folder / "second").mkdir()
-    seals.make_key(run.folder / "second" / "paris.key", "paris")
-    other = seals.read_key(run.folder / "second" / "paris.key").public
-    with pytest.raises(SwarmError, match="'paris' has the name or the key of the member 'paris'"):
-        roster.change(run.roster(), run.key("owner"), [other])
+def test_a_member_that_is_added_again_stays_one(run):
     again = roster.change(run.roster(), run.key("owner"), [run.key("paris").public])
     assert len(roster.parse(again, run.key("owner").public).members()) == 3
-
-
-def test_only_the_owner_that_made_the_secrets_changes_a_roster(run):
-    run.make("mallory")
-    with pytest.raises(SwarmError, match="this owner's key does not open the secrets"):
-        roster.change(run.roster(), run.key("mallory"))
 
 
 def test_who_is_taken_out_takes_no_part_from_the_next_step_on_and_others_go_on(run, monkeypatch):
@@ -172,24 +144,10 @@ def test_who_is_taken_out_takes_no_part_from_the_next_step_on_and_others_go_on(r
     assert names[oslo.me] == "oslo" and names[lima.me] == "lima"
 
 
-def test_a_slot_beyond_the_slots_of_the_run_is_refused(run):
-    with pytest.raises(SwarmError, match="'oslo' has slot 2 of the roster, and slots=2: give all"):
-        run.member("oslo", slots=2)
-
-
-@pytest.mark.parametrize(
-    ("content", "read", "said"),
-    [
-        ("nothing", seals.read_key, "does not hold a key"),
-        ("nothing", seals.read_public, "does not hold a public line"),
-        (f"{'0' * 64} \x07\n", seals.read_key, "a key needs a name"),
-        (f"{'0' * 64} {'1' * 64} x\n", seals.read_key, "x' holds a public line: .* the key, .*key"),
-    ],
-)
-def test_a_file_that_is_no_key_is_refused_and_not_repeated(tmp_path, content, read, said):
-    (tmp_path / "x").write_text(content)
-    with pytest.raises(SwarmError, match=said):
-        read(tmp_path / "x")
+def test_a_file_that_is_no_public_line_is_refused(tmp_path):
+    (tmp_path / "x").write_text("nothing")
+    with pytest.raises(SwarmError, match="does not hold a public line"):
+        seals.read_public(tmp_path / "x")
 
 
 @pytest.mark.parametrize("name", ["", " x", f"{'0' * 64} x", "\x07"])
