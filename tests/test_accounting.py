@@ -131,6 +131,9 @@ OPTIMIZERS = {
     "gather": by(GATHER),
     "delayed": by(demo_optax.Delayed(GATHER)),
     "two phases": by(TWO_PHASE),
+    "two phases of known positions": demo_optax.demo(
+        1e-3, Compression(topk=8, selection="striding"), exchange=TWO_PHASE
+    ),
     "delayed two phases of few": by(demo_optax.Delayed(demo_optax.TwoPhase("data", topk_back=3))),
     "dense": DENSE,
     "injected": optax.inject_hyperparams(lambda rate: demo_optax.demo(rate, axis_name="data"))(0.1),
@@ -143,7 +146,14 @@ OPTIMIZERS = {
 }
 
 
-@sweep("dense rounds", "fragments", name=OPTIMIZERS)
+GATHERED, DEALT, SUMMED = ("all-gather", "u32"), ("all-to-all", "u32"), ("all-reduce", "f32")
+KINDS = {name: {GATHERED} for name in OPTIMIZERS}
+KINDS |= {name: {GATHERED, DEALT} for name in OPTIMIZERS if "two phases" in name}
+KINDS |= {name: {GATHERED, DEALT} for name in ("both", "rounds", "fragments")}
+KINDS |= {name: {SUMMED} for name in ("dense", "dense rounds")}
+
+
+@sweep("dense rounds", "fragments", "two phases of known positions", name=OPTIMIZERS)
 def test_counted_bytes_are_those_of_the_compiled_collectives(name):
     tx, mesh, batch = OPTIMIZERS[name], mesh_of(4), np.ones((8, 100), np.float32)
     params = {"w": jnp.zeros((100, 64)), "b": jnp.zeros(64)}
@@ -151,9 +161,17 @@ def test_counted_bytes_are_those_of_the_compiled_collectives(name):
     step = demo_optax.make_train_step(loss_fn, tx, mesh)
     args = params, demo_optax.init_opt_state(tx, params, mesh), batch
     lowered = step.lower(*args)
-    sent = sum(one.operand_bytes for one in hlo.collectives(lowered.compile().as_text()))
+    found = hlo.collectives(lowered.compile().as_text())
+    assert {(one.kind, one.dtype) for one in found} == KINDS[name]
+    sent = sum(one.operand_bytes for one in found)
     assert demo_optax.packet_bytes(tx, params, workers=4) == sent > 0
     assert step(*args)[2].packet_bytes == sent
+    if "two phases" in name:
+        way = dict(exchange=tx.exchange, workers=4)
+        assert demo_optax.packet_bytes(tx.compression, params, **way) == sent
+        received = [one.operand_bytes / {"all-to-all": 4}.get(one.kind, 1) for one in found]
+        times = accounting.step_times(params, (tx.compression, tx.exchange), 4, 1e9)
+        assert times["DeMo"].wire == 3 * sum(received)
 
 
 def operand():
