@@ -74,11 +74,11 @@ def numbered(run_folder):
     return Run(run_folder, [f"worker-{n}" for n in range(4)])
 
 
-def make_workers(run, names=NAMES, **settings):
+def make_workers(run, number, **settings):
     """Workers that train, with the stores of members."""
     return [
-        swarms.make_worker(swarms.DEMO_SCALED, run.store(name), number, **settings)
-        for number, name in enumerate(names)
+        swarms.make_worker(swarms.DEMO_SCALED, run.store(f"worker-{n}"), n, **settings)
+        for n in range(number)
     ]
 
 
@@ -98,6 +98,11 @@ def signed_manifest(run, name, step, packets, previous, **changes):
     manifest = records.Manifest(step, tuple(packets), previous, time.time(), run.roster().name)
     key = records.step_key("manifests", step)
     return store._name(key), store._sealed(key, records.encode(manifest._replace(**changes)))
+
+
+def put_manifest(run, *args, **changes):
+    """Puts a manifest as a member signs it."""
+    run.anybody.put(*signed_manifest(run, *args, **changes))
 
 
 def put_packet(store, step, packet, data):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import demo_optax
 from demo_optax._src.exchange.protocol import MESSAGE
+from tests.by_hand import halves_of
 
 EVERY, SHAPE, WORKERS = 2, (8, 8), 3
 RATE = 2.0**-3
@@ -32,12 +33,6 @@ def outer(topk, value_coding, decay):
 def rounds(topk=64, value_coding="float32", decay=1.0, **options):
     inner = optax.sgd(RATE)
     return demo_optax.local_steps(inner, outer(topk, value_coding, decay), EVERY, **options)
-
-
-@functools.cache
-def halves_of(tx):
-    """`init`, `send` and `apply`, each compiled once."""
-    return jax.jit(tx.init), jax.jit(tx.send), jax.jit(tx.apply)
 
 
 class Simulated:

@@ -174,8 +174,7 @@ def test_a_slot_above_the_limit_decides_nothing_and_ends_nobody(run):
 
 def test_workers_train_with_equal_parameters_and_one_joins_from_an_attested_snapshot(tmp_path):
     run = numbered(tmp_path)
-    names = [f"worker-{n}" for n in range(3)]
-    workers = make_workers(run, names, snapshot_every=2, min_workers=3)
+    workers = make_workers(run, 3, snapshot_every=2, min_workers=3)
     ends = swarms.all_take_steps(workers, 7, batches=slowly)
     assert ends[0][1] == ends[1][1] == ends[2][1] and len(ends[0][1]) == 7
     for worker in workers:
@@ -318,8 +317,7 @@ def test_settings_change_for_all_once_those_in_the_place_are_deleted(run):
 
 def test_who_has_left_need_not_sign_a_snapshot(tmp_path):
     run = numbered(tmp_path)
-    names = [f"worker-{n}" for n in range(3)]
-    workers = make_workers(run, names, snapshot_every=4, deadline=0.5)
+    workers = make_workers(run, 3, snapshot_every=4, deadline=0.5)
     states = [swarms.begin(worker) for worker in workers]
     state = swarms.all_take_steps(workers, 2, states)[0][0]
     for worker in workers[1:]:
