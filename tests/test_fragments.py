@@ -17,6 +17,7 @@ from benchmarks.hlo import arguments_behind, collectives
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
 from tests.local_methods import layer, local, loss_of_layer, sparse
+from tests.saved_runs import carried_over
 from tests.sweeps import slow
 
 SHAPES = {"b": (16,), "w": (20, 24)}
@@ -373,10 +374,7 @@ def test_other_workers_take_over_what_was_under_way(count, exchange, tmp_path):
     other, start = workers.mesh_of(count), workers.initial(tx, MESH, params_of_shapes)
     params, before, _ = run(MESH, range(6), *start)
     params, state, _ = run(MESH, [6], params, before)
-    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
-        checkpointer.save(7, params, state)
-    with Checkpointer(tmp_path, tx, other) as checkpointer:
-        found = checkpointer.restore(params_of_shapes()).opt_state
+    found = carried_over(tmp_path, (params, state), tx, MESH, other).opt_state
 
     # The momentum holds the message, whose progress left the displacement, and what was owed.
     assert not np.asarray(found.pending.outbox.packets).any()
