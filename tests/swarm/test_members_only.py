@@ -1,6 +1,5 @@
 """A run for members only: what nobody of the roster has signed does not exist in it."""
 
-import functools
 import os
 import stat
 import time
@@ -24,7 +23,6 @@ from tests.members import (
     physical,
     slowly,
 )
-from tests.swarms import after, together
 
 pytestmark = pytest.mark.usefixtures("virtual_waits")
 
@@ -49,55 +47,6 @@ def test_no_two_lists_of_fields_have_the_same_frame(fields, data):
     ends = [*cuts, len(joined)]
     others = [joined[a:b] for a, b in zip([0, *cuts], ends, strict=True)]
     assert (seals.frame(*fields) == seals.frame(*others)) == (texts == others)
-
-
-def test_members_exchange_and_all_get_the_packets_of_all(run):
-    joined = run.members(min_workers=3)
-    assert [member.slot for member in joined] == [0, 1, 2]
-    for step in range(4):
-        results = everybody(joined, step)
-        assert all(x.manifest == results[0].manifest for x in results)
-        expected = {n: f"{name:5} in {step}".encode() for n, name in enumerate(NAMES)}
-        assert all(x.packets == expected for x in results)
-        assert results[0].members == NAMES and not results[0].late
-        assert results[0].manifest.roster == run.roster().name
-
-
-def test_a_member_that_comes_back_has_its_slot_and_a_new_incarnation(run):
-    joined = run.members(min_workers=3)
-    everybody(joined, 0)
-    again = run.member("rome", min_workers=3)
-    assert again.slot == 1 and again.incarnation > joined[1].incarnation
-    again.receive(0)
-    again.announce(1)
-    everybody([joined[0], again, joined[2]], 1)
-    with pytest.raises(SwarmError, match="another process is worker 'rome' now"):
-        exchange(joined[1], 1)
-
-
-def test_who_leaves_is_not_waited_for_and_who_comes_is(run):
-    paris, rome = run.members("paris", "rome", deadline=20.0, min_workers=1)
-    everybody([paris, rome], 0)
-    rome.leave(1)
-    began = time.monotonic()
-    assert exchange(paris, 1).late == ()
-    oslo = run.member("oslo", deadline=20.0)
-    for step in range(2):
-        oslo.receive(step)
-    oslo.announce(2)
-    both = functools.partial(exchange, paris, 2), after(0.5, functools.partial(exchange, oslo, 2))
-    assert [sorted(x.packets) for x in together(both)] == [[0, 2]] * 2
-    assert time.monotonic() - began < 15
-
-
-def test_who_is_late_is_waited_for_once(run):
-    paris, rome, oslo = joined = run.members(deadline=1.0)
-    everybody(joined, 0)
-    began = time.monotonic()
-    results = everybody([paris, rome], 1)
-    assert 1 <= time.monotonic() - began < 4
-    assert all(sorted(x.packets) == [0, 1] and x.late == ("oslo",) for x in results)
-    assert exchange(oslo, 1).own is None
 
 
 def test_without_a_roster_of_the_owner_nobody_begins(run):
