@@ -116,10 +116,10 @@ def physical(run, folder):
 
 
 class Counting:
-    """A store that counts what it is asked."""
+    """A store that counts what it is asked, and keeps the keys and folders."""
 
     def __init__(self, store):
-        self._store, self.counts, self.patience = store, {}, store.patience
+        self._store, self.counts, self.asked, self.patience = store, {}, [], store.patience
         self._lock = threading.Lock()
 
     def __getattr__(self, name):
@@ -128,6 +128,7 @@ class Counting:
 
         def counted(*args):
             with self._lock:
+                self.asked.append(args[0])
                 kind = {"create": "put"}.get(name, name)
                 self.counts[kind] = self.counts.get(kind, 0) + 1
             return getattr(self._store, name)(*args)
