@@ -192,14 +192,12 @@ passed_on.defvjp(lambda x: (pass_on(x), None), lambda _, gradient: (gradient,))
 COLLECTIVES = {
     "psum": lambda: jax.lax.psum((operand(), operand()[:8]), "data"),
     "pmax": lambda: jax.lax.pmax(operand(), "data"),
-    "pmin": lambda: jax.lax.pmin(operand(), "data"),
     "all_gather": lambda: jax.lax.all_gather(operand(), "data"),
     "invarying": lambda: jax.lax.all_gather(operand(), "data", to="invarying"),
     "of pairs": lambda: jax.lax.all_gather(operand(), "data", axis_index_groups=[[0, 1], [2, 3]]),
     "psum_scatter": lambda: jax.lax.psum_scatter(operand(), "data", tiled=True),
     "all_to_all": lambda: jax.lax.all_to_all(operand().reshape(4, 256), "data", 0, 0),
     "ppermute": lambda: pass_on(operand()),
-    "pshuffle": lambda: jax.lax.pshuffle(operand(), "data", [1, 2, 3, 0]),
     "jit": lambda: jax.jit(pass_on)(operand()),
     "checkpoint": lambda: jax.checkpoint(pass_on)(operand()),
     "custom_vjp": lambda: passed_on(operand()),
@@ -241,8 +239,6 @@ def choose(number, *branches):
 CONTROL_FLOW = {
     "scan": (3, lambda: jax.lax.scan(lambda x, _: (pass_on(x), None), operand(), length=3)),
     "fori_loop": (3, lambda: jax.lax.fori_loop(0, 3, lambda _, x: pass_on(x), operand())),
-    "map": (1, lambda: jax.lax.map(pass_on, operand().reshape(4, 256))),
-    "cond": (1, lambda: jax.lax.cond(True, pass_on, passed_on, operand())),
     "switch": (2, lambda: choose(0, pass_on, lambda x: pass_on(pass_on(x)), lambda x: x)),
     "both": (
         6,
