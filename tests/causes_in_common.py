@@ -1,5 +1,6 @@
 """What causes of errors have in common."""
 
+import importlib.util
 import pathlib
 import sys
 from unittest import mock
@@ -20,5 +21,12 @@ def state_of(workers_number):
 
 
 def without(name, action):
+    """Does something while a module cannot be imported."""
     with mock.patch.dict(sys.modules, {name: None}):
         action()
+
+
+def import_without(name, file):
+    """Imports a file of the library anew while another module cannot be imported."""
+    spec = importlib.util.spec_from_file_location("anew", LIBRARY / "_src" / file)
+    without(name, lambda: spec.loader.exec_module(importlib.util.module_from_spec(spec)))

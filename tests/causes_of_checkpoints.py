@@ -1,6 +1,5 @@
 """Causes for every ``raise`` of the checkpoints."""
 
-import importlib.util
 import pathlib
 import tempfile
 from unittest import mock
@@ -16,7 +15,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax._src.checkpoint import description, elastic, reading
 from tests import model
-from tests.causes_in_common import DEMO, LIBRARY, state_of, two, without
+from tests.causes_in_common import DEMO, import_without, state_of, two
 
 
 def save_twice():
@@ -66,12 +65,12 @@ def restore_damaged(restore):
             restore(checkpointer)
 
 
-def save(step=3, extra=None):
+def save(step=3, extra=None, opt_state=None):
     with (
         tempfile.TemporaryDirectory() as folder,
         checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer,
     ):
-        checkpointer.save(step, model.init(), state_of(2), extra)
+        checkpointer.save(step, model.init(), opt_state or state_of(2), extra)
 
 
 def save_in_a_folder_that_becomes_a_file():
@@ -85,12 +84,6 @@ def save_in_a_folder_that_becomes_a_file():
 def load_params_of_no_run():
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.load_params(folder)
-
-
-def import_checkpoint():
-    path = LIBRARY / "_src" / "checkpoint" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("without_orbax", path)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def convert_a_leaf_of_another_shape():
@@ -110,16 +103,18 @@ RAISED = [
     lambda: save(step=-1),
     lambda: save(extra={"position": {3}}),
     lambda: restore(step=2),
-    (
-        "opt_state are not those",
-        lambda: restore(tx=optax.chain(optax.trace(0.9), DEMO)),
-    ),
+    ("opt_state are not those", lambda: restore(tx=optax.chain(optax.trace(0.9), DEMO))),
     (r"bias.*shape \(16,\)", lambda: restore(model.init() | {"bias": jnp.ones(7)})),
     ("params are not those", lambda: restore(model.one_matrix())),
+    ("extra are not those", lambda: restore(extra={"a": 1})),
+    ("init_opt_state", lambda: save(opt_state=DEMO.init(model.init()))),
     lambda: restore_another_preconditioner(8),
     lambda: restore_another_preconditioner(4),
     load_params_of_no_run,
-    lambda: checkpoint.load_params("hdfs://cluster/run"),
+    (
+        "checkpoints cannot be kept at hdfs://cluster/run: give a folder",
+        lambda: checkpoint.load_params("hdfs://cluster/run"),
+    ),
     lambda: checkpoint.load_params(""),
     lambda: checkpoint.load_params(pathlib.Path("s3://bucket/run")),
     lambda: checkpoint.load_params("file://another.host/run"),
@@ -129,5 +124,5 @@ RAISED = [
     lambda: reading.on_all(3, mock.Mock(side_effect=MemoryError("not today"))),
     lambda: reading.described(mock.Mock(custom_metadata={"format": 5})),
     (r"^step 4 could not be saved in .*: [^\n]*$", save_in_a_folder_that_becomes_a_file),
-    lambda: without("orbax.checkpoint", import_checkpoint),
+    lambda: import_without("orbax.checkpoint", "checkpoint/__init__.py"),
 ]

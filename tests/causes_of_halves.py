@@ -54,11 +54,8 @@ RAISED = [
     ],
     lambda: apply(packets=np.repeat(sent()[0].packets, 2, axis=0)),
     lambda: apply(worker=3),
-    lambda: ALONE._replace(update=OTHER.update),
-    (
-        "holds 2 packets",
-        lambda: sent()[0]._replace(packets=np.zeros((2, 4), np.uint32)).packet,
-    ),
+    (r"would leave send.* behind", lambda: ALONE._replace(update=OTHER.update)),
+    ("holds 2 packets", lambda: sent()[0]._replace(packets=np.zeros((2, 4), np.uint32)).packet),
     *[
         ("has no halves", functools.partial(send_with, exchange))
         for exchange in (demo_optax.TwoPhase(), demo_optax.Delayed(demo_optax.AllGather()))

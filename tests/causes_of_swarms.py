@@ -1,17 +1,14 @@
 """Causes for every ``raise`` of the swarm."""
 
-import builtins
 import contextlib
 import functools
-import importlib
-import sys
+import pathlib
 import tempfile
 from unittest import mock
 
 import jax
 import numpy as np
 import optax
-from obstore.exceptions import PermissionDeniedError
 
 import demo_optax
 from demo_optax._src.commands import main
@@ -26,11 +23,11 @@ from demo_optax._src.swarm import (
     slots,
     snapshots,
 )
-from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
 from demo_optax._src.swarm.round_clock import RoundClock
 from demo_optax.swarm import Member, ObjectStore
-from tests import swarms
+from tests import members, swarms
+from tests.causes_in_common import import_without, without
 
 HASH = "0" * 64
 
@@ -41,35 +38,14 @@ def store():
         yield ObjectStore(folder, patience=0.1)
 
 
-def without_import(name, action):
-    """Does something while a module cannot be imported."""
-
-    def fails(wanted, *rest, **named):
-        if wanted.partition(".")[0] == name:
-            raise ImportError(name)
-        return imported(wanted, *rest, **named)
-
-    imported = builtins.__import__
-    with mock.patch.object(builtins, "__import__", fails):
-        action()
-
-
-def import_without_obstore():
-    kept = sys.modules.pop("demo_optax._src.swarm.store")
-    try:
-        without_import("obstore", lambda: importlib.import_module("demo_optax._src.swarm.store"))
-    finally:
-        sys.modules["demo_optax._src.swarm.store"] = kept
-
-
 def draw_without_matplotlib():
     nothing = history.History([], {}, frozenset(), [])
-    without_import("matplotlib", lambda: picture.draw(nothing, "life.png"))
+    without("matplotlib", lambda: picture.draw(nothing, "life.png"))
 
 
-def other_settings(key="run.json", written=b'{"--topk": "8"}'):
+def other_settings():
     with store() as place:
-        place.put(key, written)
+        place.put("run.json", b'{"--topk": "8"}')
         agreement.require(place, {"--topk": 4}, {"device": "cpu", "optimizer": HASH})
 
 
@@ -144,12 +120,6 @@ def no_snapshot_can_be_read():
 def store_that_fails():
     with store() as place, mock.patch("obstore.get", side_effect=RuntimeError("no route to host")):
         place.get("run.json")
-
-
-def store_without_permission():
-    denied = PermissionDeniedError("Error performing PUT run.json: 403 Forbidden")
-    with store() as place, mock.patch("obstore.put", side_effect=denied):
-        place.put("run.json", b"{}")
 
 
 def object_that_is_too_large():
@@ -239,62 +209,53 @@ def no_place_in_the_first_process():
 
 @contextlib.contextmanager
 def owned(*names):
-    """A folder with a run for members only, and its roster."""
     with tempfile.TemporaryDirectory() as folder:
-        made = {x: seals.make_key(f"{folder}/{x}.key", x) for x in ("owner", *names, "mallory")}
-        for name, public in made.items():
-            with open(f"{folder}/{name}.pub", "w") as file:
-                file.write(public.line)
-        place, owner = ObjectStore(f"{folder}/run"), seals.read_key(f"{folder}/owner.key")
-        place.put(roster.KEY, roster.change(None, owner, [made[name] for name in names]))
-        yield folder, place, owner
+        run = members.Run(pathlib.Path(folder), names)
+        run.make("mallory")
+        yield run
 
 
-def as_member(name="paris", slots=8, change=(), **settings):
-    with owned("rome", "paris") as (folder, place, owner):
-        store = MembersOnly(place, f"{folder}/{name}.key", f"{folder}/owner.pub", **settings)
-        if change:
-            there = roster.parse(place.get(roster.KEY), owner.public)
-            place.put(roster.KEY, roster.change(there, owner, without=change))
-            store.look_for_roster()
-            store.put("run.json", b"{}")
-        Member(store, slots=slots)
+def as_member(name="paris", slots=8, **settings):
+    with owned("rome", "paris") as run:
+        Member(run.store(name, **settings), slots=slots)
 
 
-def change_roster(added=(), without=(), by="owner"):
-    with owned("paris") as (folder, place, owner):
-        there = roster.parse(place.get(roster.KEY), owner.public)
-        publics = [seals.read_public(f"{folder}/{x}.pub")._replace(name="paris") for x in added]
-        roster.change(there, seals.read_key(f"{folder}/{by}.key"), publics, without)
+def change_roster(**changes):
+    with owned("paris") as run:
+        run.change(**changes)
+
+
+def another_key_of_that_name():
+    with owned("paris") as run:
+        public = run.key("mallory").public._replace(name="paris")
+        roster.change(run.roster(), run.key("owner"), [public])
 
 
 def unsigned_snapshot():
-    with owned("paris") as (folder, place, _):
-        store = MembersOnly(place, f"{folder}/paris.key", f"{folder}/owner.pub")
+    with owned("paris") as run:
         leaves = [np.ones(2, np.float32)]
-        snapshots.write(store, 4, leaves)
-        snapshots.read_newest(store, leaves)
+        snapshots.write(run.store("paris"), 4, leaves)
+        snapshots.read_newest(run.store("paris"), leaves)
 
 
 def manifest_that_leads_elsewhere():
-    with owned("paris") as (folder, place, _):
-        store = MembersOnly(place, f"{folder}/paris.key", f"{folder}/owner.pub")
+    with owned("paris") as run:
+        store = run.store("paris")
         Member(store).exchange(0, b"a packet")
         index = snapshots.write(store, 1, [np.ones(2, np.float32)], slot=0, head=HASH)
         list(snapshots._counted(store, index, {}))
 
 
 def two_processes_with_one_key():
-    with owned("paris") as (folder, place, _):
-        files = f"{folder}/paris.key", f"{folder}/owner.pub"
-        older, _ = (Member(MembersOnly(place, *files)) for _ in range(2))
+    with owned("paris") as run:
+        older, _ = run.members("paris", "paris")
         older._steps._looked_for_itself = -np.inf
         older.exchange(0, b"a packet")
 
 
 def member_without_a_key():
-    with owned("paris") as (_, place, _):
-        Member(place, "paris")
+    with owned("paris") as run:
+        Member(run.anybody, "paris")
 
 
 def file_that_is_no_key(text="nothing"):
@@ -304,57 +265,58 @@ def file_that_is_no_key(text="nothing"):
         seals.read_key(f"{folder}/paris.key")
 
 
-def import_without_cryptography():
-    kept = sys.modules.pop("demo_optax._src.swarm.seals")
-    try:
-        again = functools.partial(importlib.import_module, "demo_optax._src.swarm.seals")
-        without_import("cryptography", again)
-    finally:
-        sys.modules["demo_optax._src.swarm.seals"] = kept
-
-
 def run_command(line, place="run"):
-    with owned("paris") as (folder, *_):
+    with owned("paris") as run:
         if place == "open":
-            ObjectStore(f"{folder}/open").create("slots/000/000001", b"{}")
+            ObjectStore(f"{run.folder}/open").create("slots/000/000001", b"{}")
         if place == "other":
-            ObjectStore(f"{folder}/other").put(roster.KEY, b"{}")
-        args = main.make_parser().parse_args(line.replace("FOLDER", folder).split())
+            ObjectStore(f"{run.folder}/other").put(roster.KEY, b"{}")
+        args = main.make_parser().parse_args(line.replace("FOLDER", str(run.folder)).split())
         args.run(args)
 
 
 RAISED = [
-    import_without_cryptography,
-    file_that_is_no_key,
-    lambda: file_that_is_no_key(f"{HASH} \x07"),
+    lambda: import_without("cryptography.exceptions", "swarm/seals.py"),
+    ("does not hold a key", file_that_is_no_key),
+    ("a key needs a name", lambda: file_that_is_no_key(f"{HASH} \x07")),
     lambda: roster.number_of("the newest"),
-    lambda: change_roster(without=["rome"]),
-    lambda: change_roster(without=["paris"]),
-    lambda: change_roster(added=["mallory"]),
-    lambda: change_roster(by="mallory"),
-    lambda: as_member("mallory"),
-    lambda: as_member(at_least=2),
-    lambda: as_member(slots=1),
-    lambda: as_member(change=["paris"]),
+    (
+        "'rome' cannot be taken out: give names of members, which are paris",
+        lambda: change_roster(without=["rome"]),
+    ),
+    ("roster 2 needs a member", lambda: change_roster(without=["paris"])),
+    ("'paris' has the name or the key of the member 'paris'", another_key_of_that_name),
+    ("this owner's key does not open the secrets", lambda: change_roster(owner="mallory")),
+    ("the key of mallory is in no roster, and number 1", lambda: as_member("mallory")),
+    ("of number 2 or higher, but number 1 is in", lambda: as_member(at_least=2)),
+    ("'paris' has slot 1 of the roster, and slots=1: give all", lambda: as_member(slots=1)),
     unsigned_snapshot,
     manifest_that_leads_elsewhere,
     two_processes_with_one_key,
-    member_without_a_key,
-    lambda: run_command("swarm FOLDER/run"),
+    ("the run there is for members only: give this worker --k", member_without_a_key),
+    ("is for members only: give --key", lambda: run_command("swarm FOLDER/run")),
     lambda: run_command(
         "roster FOLDER/open --owner FOLDER/owner.key --add FOLDER/paris.pub", "open"
     ),
     lambda: run_command("roster FOLDER/other --owner FOLDER/owner.key", "other"),
-    lambda: run_command("roster FOLDER/new --owner FOLDER/owner.key"),
-    lambda: run_command("key FOLDER/lima"),
-    lambda: run_command("roster FOLDER/run --owner FOLDER/owner.key --add FOLDER/owner.pub"),
+    (
+        "new has no roster: give the place of one, or begin one",
+        lambda: run_command("roster FOLDER/new --owner FOLDER/owner.key"),
+    ),
+    ("is no name of a worker: leave its folder out", lambda: run_command("key FOLDER/lima")),
+    (
+        "owner.pub is the owner's own line: leave",
+        lambda: run_command("roster FOLDER/run --owner FOLDER/owner.key --add FOLDER/owner.pub"),
+    ),
     lambda: run_command("key FOLDER/paris"),
-    lambda: file_that_is_no_key(f"{HASH} {HASH} paris"),
+    (
+        "paris.key' holds a public line: .* the key, .*key",
+        lambda: file_that_is_no_key(f"{HASH} {HASH} paris"),
+    ),
     a_round_that_cannot_be_watched,
-    import_without_obstore,
+    lambda: import_without("obstore", "swarm/store.py"),
     draw_without_matplotlib,
     other_settings,
-    lambda: other_settings(written=b"[]"),
     lambda: Member(mock.Mock(), ""),
     lambda: Member(mock.Mock(), "paris", slots=2, min_workers=3),
     lambda: after(manifest_of(1)),
@@ -363,7 +325,6 @@ RAISED = [
     manifest_that_cannot_be_read,
     leaves_while_it_waits,
     lambda: records.decode(Claim, b"{}"),
-    lambda: records.parse(b"[]"),
     no_slot,
     slots_taken,
     lambda: snapshot(lose_file),
@@ -375,7 +336,6 @@ RAISED = [
     no_snapshot_can_be_read,
     lambda: ObjectStore("nonsense://bucket/run"),
     store_that_fails,
-    store_without_permission,
     object_that_is_too_large,
     store_after_a_fork,
     raised_by_the_first_process,

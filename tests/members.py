@@ -74,11 +74,11 @@ def numbered(run_folder):
     return Run(run_folder, [f"worker-{n}" for n in range(4)])
 
 
-def make_workers(run, names=NAMES, **settings):
+def make_workers(run, number, **settings):
     """Workers that train, with the stores of members."""
     return [
-        swarms.make_worker(swarms.DEMO_SCALED, run.store(name), number, **settings)
-        for number, name in enumerate(names)
+        swarms.make_worker(swarms.DEMO_SCALED, run.store(f"worker-{n}"), n, **settings)
+        for n in range(number)
     ]
 
 
@@ -100,6 +100,11 @@ def signed_manifest(run, name, step, packets, previous, **changes):
     return store._name(key), store._sealed(key, records.encode(manifest._replace(**changes)))
 
 
+def put_manifest(run, *args, **changes):
+    """Puts a manifest as a member signs it."""
+    run.anybody.put(*signed_manifest(run, *args, **changes))
+
+
 def put_packet(store, step, packet, data):
     """Sends a packet in an open run, whatever its reference says."""
     steps = Steps(store, 1000)
@@ -111,10 +116,10 @@ def physical(run, folder):
 
 
 class Counting:
-    """A store that counts what it is asked."""
+    """A store that counts what it is asked, and keeps the keys and folders."""
 
     def __init__(self, store):
-        self._store, self.counts, self.patience = store, {}, store.patience
+        self._store, self.counts, self.asked, self.patience = store, {}, [], store.patience
         self._lock = threading.Lock()
 
     def __getattr__(self, name):
@@ -123,6 +128,7 @@ class Counting:
 
         def counted(*args):
             with self._lock:
+                self.asked.append(args[0])
                 kind = {"create": "put"}.get(name, name)
                 self.counts[kind] = self.counts.get(kind, 0) + 1
             return getattr(self._store, name)(*args)

@@ -1,10 +1,15 @@
-"""The Python of a page, which runs from top to bottom as a reader would paste it."""
+"""All pages, and the Python of one, which runs from top to bottom as a reader would paste it."""
 
 import functools
 import pathlib
 import re
 
 import demo_optax
+from docs import reading_ease
+
+ROOT = pathlib.Path(__file__).parents[1]
+TEXTS = reading_ease.pages()
+README, *PAGES = [ROOT / name for name in TEXTS]
 
 # Most pages make the same optimizer. As long as it is the same object, it is traced only once for
 # all of them whose parameters have the same shapes.

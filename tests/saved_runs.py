@@ -38,6 +38,14 @@ def restored(folder, **options):
         return checkpointer.restore(model.init(), EXTRA, **options)
 
 
+def carried_over(folder, run, tx, before, after=None, other=None):
+    """Parameters and state that are saved on one mesh, and restored on another or by another."""
+    with Checkpointer(folder, tx, before) as checkpointer:
+        checkpointer.save(1, *run)
+    with Checkpointer(folder, other or tx, after or before) as checkpointer:
+        return checkpointer.restore(run[0])
+
+
 def is_run(found, step):
     """Whether what was found is that step's, to the last bit."""
     run, extra = RUNS[step]

@@ -18,14 +18,7 @@ from tests.sweeps import slow
 ROOT = pathlib.Path(__file__).parents[1]
 TRAINER = [sys.executable, str(ROOT / "examples" / "train_lm.py")]
 NANO = ["--preset", "nano", "--workers", "2", "--batch-size", "12", "--steps", "4"]
-OF_ONE_PROCESS = {
-    "config",
-    "coordinator",
-    "distributed",
-    "log_dir",
-    "process_id",
-    "text",
-}
+OF_ONE_PROCESS = {"config", "coordinator", "distributed", "log_dir", "process_id", "text"}
 
 
 def another(value):

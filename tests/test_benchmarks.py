@@ -12,17 +12,15 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chaos.__main__ import Chaos, seconds_until_joined
+from tests.pages import TEXTS
 
 ROOT = pathlib.Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 MOST_LINES = 4700
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TAG = "`studies-2026-11`"
 SMALL = ("--layers", "1", "--width", "64")
 # What a line of figures looks like in each.
-CASES = {
-    ("step_cost.py", *SMALL, "--rounds", "1", "--topk", "4"): r"^demo, topk 4.* \d+\.\d\d ns",
-}
+CASES = {("step_cost.py", *SMALL, "--rounds", "1", "--topk", "4"): r"^demo, topk 4.* \d+\.\d\d ns"}
 
 
 @pytest.mark.slow
@@ -97,9 +95,9 @@ def test_studies_with_kept_results_leave_the_folder():
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", TEXTS)
 def test_a_page_names_the_tag_of_files_that_left_the_tree(page):
-    text = page.read_text()
+    text = TEXTS[page]
     named = re.findall(r"benchmarks/[\w/]+\.(?:py|sh)", text)
     left = [name for name in named if not (ROOT / name).exists()]
     assert not left or TAG in text, f"{left}: there is no such file, and no tag is named"

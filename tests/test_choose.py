@@ -134,9 +134,7 @@ def states_of(method, params):
 
 
 @pytest.mark.parametrize(
-    "method",
-    [*methods.methods(128), *methods.methods_in_swarm()],
-    ids=lambda method: method.name,
+    "method", [*methods.methods(128), *methods.methods_in_swarm()], ids=lambda method: method.name
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_method_has_the_state_of_its_optimizer(method, dtype):
@@ -166,13 +164,6 @@ def test_owners_never_send_so_much_back_that_an_all_gather_would_be_shorter():
     assert found.chosen.time.step <= steps["demo_muon, delayed"]
 
 
-@pytest.mark.parametrize("params", [3e8, np.float64(3e8), 0])
-def test_a_number_of_parameters_is_a_positive_integer(params):
-    with pytest.raises((TypeError, ValueError), match=r"params must be .*at least 1, not"):
-        choose("100Mbit", 16, params=params)
-    assert choose("1Gbit", 16, params=np.int64(PARAMETERS)) == choose("1Gbit", 16)
-
-
 def test_where_no_round_is_fast_the_shortest_step_is_taken():
     slowest = choose("1Mbit", 16)
     rounds = [c for c in slowest.candidates if c.method.row == "E"]
@@ -190,21 +181,7 @@ def test_a_number_of_parameters_counts_as_parameters_of_this_number():
     for one, other in zip(by_number.candidates, by_shapes.candidates, strict=True):
         assert one.time.step == pytest.approx(other.time.step, rel=1e-3)
     assert by_number.chosen.method == by_shapes.chosen.method
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(params=0), "params must be at least 1, not 0"),
-        (dict(workers=0), "workers must be at least 1, not 0"),
-        (dict(latency=-1.0), r"latency must lie in \[0, inf\), not -1.0"),
-        (dict(compute_time=0.0), r"compute_time must lie in \(0, inf\), not 0.0"),
-        (dict(dtype="float16"), "dtype must be one of 'bfloat16', 'float32', not 'float16'"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(options, message, annotations_unchecked):
-    with pytest.raises(ValueError, match=message):
-        choose(**(dict(bandwidth="1Gbit", workers=8) | options))
+    assert choose("100Mbit", 16, params=np.int64(PARAMETERS)) == by_number
 
 
 def warnings(link, **options):

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import demo_optax
-from demo_optax import demo_adamw
 from tests import model, workers
 from tests.sweeps import slow, sweep
 
@@ -53,7 +52,6 @@ TRAIN = {
     "bfloat16 momentum": demo_optax.decoupled(
         optax.lion(5e-3, b1=0.0), SMALL, decay=0.9, momentum_dtype="bfloat16", axis_name="data"
     ),
-    "adamw": demo_adamw(5e-3, SMALL, decay=0.9, axis_name="data"),
     "muon": demo_optax.demo_muon(2e-2, SMALL, decay=0.9, axis_name="data"),
     "apply_if_finite behind": optax.chain(DEMO, optax.apply_if_finite(optax.identity(), 3)),
 }
@@ -61,11 +59,7 @@ REFUSED = {
     "MultiSteps": (optax.MultiSteps(DEMO, 2), "microbatches"),
     "apply_if_finite": (optax.apply_if_finite(DEMO, 3), "microbatches"),
     "masked, the rest untouched": (optax.masked(DEMO, MATRICES), "mean_over_workers"),
-    "no exchange": (optax.adam(1e-3), "mean_over_workers"),
-    "stack_workers": (
-        demo_optax.stack_workers(DEMO, MESH),
-        "pass the optimizer that was wrapped",
-    ),
+    "stack_workers": (demo_optax.stack_workers(DEMO, MESH), "pass the optimizer that was wrapped"),
 }
 
 

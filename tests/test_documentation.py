@@ -19,10 +19,10 @@ from demo_optax import accounting, checkpoint, swarm
 from demo_optax._src.commands.main import COMMANDS, main
 from lm.config import Config
 from tests import api_names, pages
+from tests.pages import PAGES, README
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 FOLDERS = "benchmarks", "demo_optax", "docs", "examples", "notebooks", "tests"
 STUDIES = "`studies-2026-11`"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
@@ -87,7 +87,7 @@ def test_python_on_a_page_runs(page, capsys, compiled, monkeypatch, annotations_
     assert [name for name in names if programs.count(name) > 1] == [], "compiled twice"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES, *NOTEBOOKS], ids=name_of)
+@pytest.mark.parametrize("page", [README, *PAGES, *NOTEBOOKS], ids=name_of)
 def test_links_of_a_page_resolve(page):
     text = page.read_text()
     text = re.sub(r"^# ?", "", text, flags=re.MULTILINE) if page.suffix == ".py" else text
@@ -133,7 +133,7 @@ def gone(text):
     return [path for path in named if not path.startswith(elsewhere) and not list(ROOT.glob(path))]
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name_of)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_every_path_that_a_page_names_is_there(page):
     assert gone(page.read_text()) == []
 

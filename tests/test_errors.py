@@ -29,6 +29,9 @@ SCALED = demo_optax.demo_scaled, demo_optax.demo_adamw, demo_optax.demo_muon
 SCALED_AT = [functools.partial(make, 1e-3) for make in SCALED]
 EXCHANGES = demo_optax.AllGather, demo_optax.TwoPhase
 STEP = functools.partial(demo_optax.make_train_step, model.loss, DEMO, workers.mesh_of(2))
+ROUNDS = functools.partial(demo_optax.local_steps, optax.sgd(1.0), optax.sgd(1.0), 2)
+LINK = dict(workers=8, bandwidth=1e9, latency=1e-3, compute_time=1.0, batch_tokens=512, width=64)
+CHOOSE = functools.partial(demo_optax.accounting.choose, **{"params": 10**6} | LINK)
 REFUSED = [  # by whom, the setting, its values, the error and its message
     ([Compression], "topk", [0, -3], ValueError, "topk must be at least 1, not"),
     ([Compression], "topk", [2.5, True, "3"], TypeError, "topk must be an integer"),
@@ -56,6 +59,13 @@ REFUSED = [  # by whom, the setting, its values, the error and its message
     (SCALED_AT, "weight_decay", [-1e-8], ValueError, "weight_decay"),
     (SCALED_AT[::2], "look_ahead", [-1.0], ValueError, "look_ahead must lie in"),
     (EXCHANGES, "norm_limit", [0.5, np.inf, "3"], (TypeError, ValueError), "norm_limit"),
+    ([ROUNDS], "merge", [1.5], ValueError, r"merge must lie in \[0, 1\), not 1.5"),
+    ([CHOOSE], "params", [3e8, np.float64(3e8)], TypeError, "params must be .*at least 1, not"),
+    ([CHOOSE], "params", [0], ValueError, "params must be at least 1, not 0"),
+    ([CHOOSE], "workers", [0], ValueError, "workers must be at least 1, not 0"),
+    ([CHOOSE], "latency", [-1.0], ValueError, r"latency must lie in \[0, inf\), not -1.0"),
+    ([CHOOSE], "compute_time", [0.0], ValueError, r"compute_time must lie in \(0, inf\), not 0.0"),
+    ([CHOOSE], "dtype", ["float16"], ValueError, "must be one of 'bfloat16', 'float32', not"),
     ([STEP], "microbatches", [0], ValueError, "microbatches must be"),
     ([STEP], "microbatches", [1.5, jnp.array(2)], TypeError, "microbatches must be"),
 ]
@@ -235,13 +245,6 @@ def test_gradient_in_another_order():
     other = collections.OrderedDict(q=zeros, k=zeros)
     with pytest.raises(ValueError, match="Make the state anew"):
         tx.update(other, state, other)
-
-
-def test_an_optimizer_for_another_axis_than_the_meshs():
-    with pytest.raises(NameError, match=r"axis is 'data'.*bound are \('replica',\)"):
-        mesh = workers.mesh_of(2, names=("replica",))
-        params, state = model.init(), demo_optax.init_opt_state(DEMO, model.init(), mesh, "replica")
-        demo_optax.make_train_step(model.loss, DEMO, mesh, "replica")(params, state, model.batch(0))
 
 
 def test_every_message_shows_what_was_given_and_says_what_to_do(monkeypatch):

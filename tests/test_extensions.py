@@ -15,6 +15,7 @@ from benchmarks import hlo
 from demo_optax import checkpoint
 from tests import draws, extensions, model, workers
 from tests.extensions import COMPRESSIONS, NAMES
+from tests.saved_runs import carried_over
 from tests.sweeps import sweep
 
 EXCHANGES = {
@@ -164,10 +165,7 @@ def test_a_run_with_own_settings_resumes_on_half_of_the_workers(delay, tmp_path)
     tx = demo_optax.demo_sgd(1.0, COMPRESSIONS["all"], decay=0.9, exchange=exchange)
     whole, half = workers.mesh_of(8), workers.mesh_of(4)
     params, state, _ = workers.train(tx, range(2), mesh=whole)
-    with checkpoint.Checkpointer(tmp_path, tx, whole) as checkpointer:
-        checkpointer.save(2, params, state)
-    with checkpoint.Checkpointer(tmp_path, tx, half) as checkpointer:
-        found = checkpointer.restore(params)
+    found = carried_over(tmp_path, (params, state), tx, whole, half)
     expected = {
         name: checkpoint.redistribute(np.asarray(m), 4) for name, m in state[0].momentum.items()
     }

@@ -17,6 +17,7 @@ from benchmarks.hlo import arguments_behind, collectives
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
 from tests.local_methods import layer, local, loss_of_layer, sparse
+from tests.saved_runs import carried_over
 from tests.sweeps import slow
 
 SHAPES = {"b": (16,), "w": (20, 24)}
@@ -227,19 +228,6 @@ def test_a_worker_that_the_outer_optimizer_excludes_keeps_its_progress():
     assert participants == [0, 4, 4, 0, 0, 4, 4, 4]
 
 
-@pytest.mark.parametrize(
-    "exchange, axis_name",
-    [
-        (demo_optax.Delayed(demo_optax.AllGather("data")), "data"),
-        (demo_optax.TwoPhase(), None),
-    ],
-)
-def test_exchanges_that_cannot_carry_fragments_are_refused_at_once(exchange, axis_name):
-    outer = outer_of(optax.sgd(1.0), demo_optax.Compression(4, 8), exchange)
-    with pytest.raises(TypeError, match=r"must exchange by AllGather.* or TwoPhase"):
-        demo_optax.local_steps(optax.sgd(1.0), outer, 4, fragments=4, axis_name=axis_name)
-
-
 def test_eight_workers_stay_bit_identical():
     mesh, tx = workers.mesh_of(8), local(sparse(), every=5, fragments=5)
     calls = []
@@ -386,10 +374,7 @@ def test_other_workers_take_over_what_was_under_way(count, exchange, tmp_path):
     other, start = workers.mesh_of(count), workers.initial(tx, MESH, params_of_shapes)
     params, before, _ = run(MESH, range(6), *start)
     params, state, _ = run(MESH, [6], params, before)
-    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
-        checkpointer.save(7, params, state)
-    with Checkpointer(tmp_path, tx, other) as checkpointer:
-        found = checkpointer.restore(params_of_shapes()).opt_state
+    found = carried_over(tmp_path, (params, state), tx, MESH, other).opt_state
 
     # The momentum holds the message, whose progress left the displacement, and what was owed.
     assert not np.asarray(found.pending.outbox.packets).any()

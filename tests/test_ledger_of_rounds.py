@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import demo_optax
 from demo_optax._src.exchange.protocol import MESSAGE
+from tests.by_hand import halves_of
 
 EVERY, SHAPE, WORKERS = 2, (8, 8), 3
 RATE = 2.0**-3
@@ -32,12 +33,6 @@ def outer(topk, value_coding, decay):
 def rounds(topk=64, value_coding="float32", decay=1.0, **options):
     inner = optax.sgd(RATE)
     return demo_optax.local_steps(inner, outer(topk, value_coding, decay), EVERY, **options)
-
-
-@functools.cache
-def halves_of(tx):
-    """`init`, `send` and `apply`, each compiled once."""
-    return jax.jit(tx.init), jax.jit(tx.send), jax.jit(tx.apply)
 
 
 class Simulated:
@@ -72,11 +67,7 @@ class Simulated:
         return np.asarray(self.state.outer[0].momentum).reshape(SHAPE).T  # columns first
 
 
-KEEP = {
-    "whole": rounds(),
-    "int8": rounds(value_coding="int8"),
-    "sparse": rounds(8, "int2"),
-}
+KEEP = {"whole": rounds(), "int8": rounds(value_coding="int8"), "sparse": rounds(8, "int2")}
 
 
 def run(tx, missing, late):
@@ -308,8 +299,3 @@ def test_rounds_of_unequal_length_count_whole_and_loud_ones_or_heavy_ones_do_not
     np.testing.assert_allclose(light, (1 + 1 + 10e-9) / 2, rtol=1e-5)
     loud = update((1.0, 1.0), (1.0, 1.0), (1000.0, 1.0))
     np.testing.assert_allclose(loud, (1 + 1 + 10) / 3, rtol=1e-5)
-
-
-def test_merge_must_be_a_part_of_the_way():
-    with pytest.raises(ValueError, match=r"merge must lie in \[0, 1\), not 1.5"):
-        rounds(merge=1.5)

@@ -56,16 +56,6 @@ def test_local_gradients_are_not_accused_even_where_clipping_makes_their_norms_e
         demo_optax.check_metrics(metrics.exchange)
 
 
-def test_local_gradients_need_their_axis_bound():
-    """Without it they would be summed, and the next message would speak of something else."""
-    gradient = demo_optax.local_value_and_grad(model.loss, "workers")
-    run = workers.spread(gradient, (P(), P("data")), P(), 2, "shard_map")
-    with pytest.raises(
-        NameError, match=r"'workers', which is not bound here \(bound are \('data',"
-    ):
-        run(model.init(), model.stacked(model.batch(0, rows=16), 2))
-
-
 @pytest.mark.parametrize("reduce", [jax.lax.pmean, jax.lax.psum])
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_a_loss_that_all_workers_share_is_refused_in_a_loop_of_ones_own(reduce, has_aux):

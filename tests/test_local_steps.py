@@ -210,13 +210,6 @@ def test_a_round_that_was_begun_longer_ends_at_once():
     assert int(state.mini_step) == 0
 
 
-@pytest.mark.parametrize("outer", [sparse(), demo_optax.mean_over_workers("data")])
-def test_an_axis_other_than_that_of_the_outer_optimizer_is_refused(outer):
-    mesh = workers.mesh_of(4)
-    with pytest.raises(ValueError, match=r"exchanges over .*axis_name='data'"):
-        train(demo_optax.local_steps(optax.sgd(1.0), outer, every=2), range(1), mesh=mesh)
-
-
 @pytest.mark.parametrize("merge", [None, 0.5])
 def test_progress_that_the_outer_optimizer_refuses_is_kept_whole(merge):
     options = dict(decay=1.0, gradient_weight=lambda _: jnp.float32(jnp.inf), mean="workers")

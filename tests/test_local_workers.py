@@ -9,9 +9,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
 from tests.local_methods import BOTH, MESH, OUTER, dense, layer, local, loss_of_layer, sparse, train
+from tests.saved_runs import carried_over
 from tests.sweeps import sweep
 
 FLAT = optax.adamw(1e-2, b2=0.95)  # rates that do not fall
@@ -141,11 +141,9 @@ def test_own_parameters_keep_their_mean_on_other_workers(name, tmp_path):
     tx, means = BOTH[name], []
     start = train(tx, range(4))[:2]
     for i, (before, after) in enumerate([(4, 2), (2, 4)]):
-        with Checkpointer(tmp_path / str(i), tx, workers.mesh_of(before)) as checkpointer:
-            checkpointer.save(i, *start)
         means.append(jax.tree.map(lambda x: np.mean(x, axis=0), start[1].displacement))
-        with Checkpointer(tmp_path / str(i), tx, workers.mesh_of(after)) as checkpointer:
-            start = checkpointer.restore(model.init())[1:3]
+        meshes = map(workers.mesh_of, (before, after))
+        start = carried_over(tmp_path / str(i), start, tx, *meshes)[1:3]
         assert start[1].displacement["out"].shape == (after, 16, 3)
         assert int(start[1].mini_step) == 1
     means.append(jax.tree.map(lambda x: np.mean(x, axis=0), start[1].displacement))

@@ -67,15 +67,6 @@ def test_a_worker_is_saved_between_the_halves(every, tmp_path):
     chex.assert_trees_all_equal(again, apply(outbox.packets, outbox, state, params, worker=0))
 
 
-def test_a_checkpointer_over_workers_refuses_the_state_of_one_alone(tmp_path):
-    tx, params = demo_optax.demo_muon(1e-2), {"w": jnp.ones((8, 8))}
-    with (
-        Checkpointer(tmp_path, tx, workers.mesh_of(2)) as checkpointer,
-        pytest.raises(ValueError, match="init_opt_state"),
-    ):
-        checkpointer.save(1, params, tx.init(params))
-
-
 @pytest.mark.parametrize("kind", ["threads", slow("processes")])
 def test_the_command(kind, capsys, monkeypatch):
     if kind == "threads":  # which start at once, and need not compile

@@ -98,8 +98,7 @@ def test_metrics_are_found_in_the_state_of_flax():
 
 def test_a_conditional_link_says_what_to_do():
     tx = optax.conditionally_transform(
-        demo_optax.demo(1e-3, axis_name="data"),
-        should_transform_fn=lambda step: step > 2,
+        demo_optax.demo(1e-3, axis_name="data"), should_transform_fn=lambda step: step > 2
     )
     mesh = workers.mesh_of(2)
     with pytest.raises(ValueError, match="conditionally_transform"):

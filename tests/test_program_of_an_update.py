@@ -41,10 +41,7 @@ def compiled(tx, params):
 # parameter, 22,784 and 32,444 instructions for 17 tensors.
 @pytest.mark.parametrize(
     ("make", "temporary", "instructions"),
-    [
-        slow(demo_optax.demo_scaled, 5.5, 11_000),
-        (demo_optax.demo_muon, 4.9, 16_500),
-    ],
+    [slow(demo_optax.demo_scaled, 5.5, 11_000), (demo_optax.demo_muon, 4.9, 16_500)],
 )
 def test_an_update_needs_little_memory_and_few_instructions(make, temporary, instructions):
     params = shapes(4)

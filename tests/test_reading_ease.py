@@ -3,8 +3,7 @@
 import pytest
 
 from docs import reading_ease
-
-PAGES = reading_ease.pages()
+from tests.pages import TEXTS
 
 PAGE = """# A heading of many words that is no sentence
 
@@ -22,9 +21,9 @@ print("Code. Is. Not. Counted.")
 """
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_a_page_is_within_its_limits(name):
-    assert not reading_ease.faults(name, reading_ease.measure(PAGES[name]))
+    assert not reading_ease.faults(name, reading_ease.measure(TEXTS[name]))
 
 
 def test_sentences_are_those_of_paragraphs_and_lists():

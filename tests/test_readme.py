@@ -1,10 +1,7 @@
 """The README's Python runs as a reader would paste it, and prints what is shown."""
 
-import pathlib
-
 from tests import pages
-
-README = pathlib.Path(__file__).parent.parent / "README.md"
+from tests.pages import README
 
 
 def test_python_blocks_run_in_order_and_print_what_is_shown(capsys, monkeypatch):

@@ -38,10 +38,7 @@ def test_aggregate_is_the_recorded_one(run):
     params, world = recorded["init"], settings["world"]
     compression = demo_optax.Compression(settings["k"], settings["chunk"], block_rule="divisor")
     tx = demo_optax.decoupled_momentum(
-        settings["decay"],
-        compression,
-        gradient_weight=schedule_of(settings),
-        axis_name="data",
+        settings["decay"], compression, gradient_weight=schedule_of(settings), axis_name="data"
     )
     update, state = workers.started(tx, params, world)
     for step in range(settings["steps"]):

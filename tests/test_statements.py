@@ -10,13 +10,9 @@ import pytest
 import demo_optax
 from benchmarks.quality import study, tables
 from benchmarks.tools import kept
+from tests.pages import TEXTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = {
-    path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    if "_build" not in path.parts
-}
 STUDIES = study.read()
 OF_A_MODEL = {"preset", "steps", "evaluate_every", "batch_size", "workers", "simulate"}
 
@@ -30,7 +26,7 @@ def test_the_largest_model_is_the_same_everywhere():
     }
     largest = max(map(tables.dense_gradient, presets)) / 4
     claim = r"(?:[Ll]argest model[^.|]*?|at most|models above) (\d+(?:\.\d+)?)M\b"
-    said = {name: set(re.findall(claim, text)) for name, text in PAGES.items()}
+    said = {name: set(re.findall(claim, text)) for name, text in TEXTS.items()}
     said = {name: sizes for name, sizes in said.items() if sizes}
     assert {"README.md", "docs/explanation/why_it_works.md", "docs/reference/versions.md"} <= set(
         said
@@ -52,7 +48,7 @@ BEGIN = r"[Bb]egin with (`demo_\w+`)|(`demo_\w+`), the optimizer to begin with"
     ],
 )
 def test_one_optimizer_to_begin_with(page):
-    paragraph = next(each for each in PAGES[page].split("\n\n") if re.search(BEGIN, each))
+    paragraph = next(each for each in TEXTS[page].split("\n\n") if re.search(BEGIN, each))
     first, *_ = filter(None, re.search(BEGIN, paragraph).groups())
     assert first == "`demo_muon`"
     exception = paragraph[paragraph.index("`demo_muon`") :]
@@ -60,7 +56,7 @@ def test_one_optimizer_to_begin_with(page):
 
 
 def test_no_page_has_another_optimizer_to_begin_with():
-    for page, text in PAGES.items():
+    for page, text in TEXTS.items():
         for paragraph in text.split("\n\n"):
             found = re.search(BEGIN, paragraph)
             assert not found or "`demo_muon`" in found[0], f"{page}: {paragraph}"
@@ -73,7 +69,7 @@ def test_the_docstrings_say_the_same_of_where_to_begin():
     assert re.search(r"Take it in place of `demo_muon` if the batch of a worker is small", scaled)
     limit = re.search(r"``5 \* width / tokens`` above\s+([\d.]+)", scaled)[1]
     said = f"5 · width / (tokens in one worker's batch) exceeds {limit}"
-    assert said in PAGES["README.md"]
+    assert said in TEXTS["README.md"]
 
 
 def test_methods_of_one_name_have_the_same_settings():
@@ -105,8 +101,8 @@ def test_seconds_over_a_slow_link_are_those_of_the_kept_runs():
     dense = seconds["adamw", "100mbit"]
     times = f"**{dense / limited:.1f} times** as long"
     said = f"a step took {limited} s, and with AdamW {dense} s, which is {times}"
-    assert said in PAGES["README.md"]
-    page = PAGES["docs/explanation/step_cost.md"]
+    assert said in TEXTS["README.md"]
+    page = TEXTS["docs/explanation/step_cost.md"]
     assert f"could hide at most {limited - free:.2f} s" in page
     apart = abs(seconds["demo_scaled, delayed", "unlimited"] - free)
     assert f"already differ by {apart:.2f} s" in page
@@ -119,6 +115,6 @@ def test_the_sample_of_a_swarm_is_the_output_of_the_notebook():
         for x in notebook["cells"]
         for output in x.get("outputs", [])
     ]
-    page = PAGES["docs/how_to/swarm.md"]
+    page = TEXTS["docs/how_to/swarm.md"]
     (sample,) = re.findall(r"```text\n(step \d+, decided .*?)```", page, re.DOTALL)
     assert any(sample.strip() == output.strip() for output in outputs)

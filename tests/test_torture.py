@@ -19,12 +19,7 @@ TRIES = {
     "stops": 1,
     "mismatches": 4,
 }
-COMPILED = (
-    packets.clean_step,
-    packets.forged_steps,
-    packets.forger,
-    byzantine.step_of,
-)
+COMPILED = (packets.clean_step, packets.forged_steps, packets.forger, byzantine.step_of)
 
 
 def rows_lost(tries):

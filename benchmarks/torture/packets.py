@@ -109,15 +109,15 @@ def step(tx, gradient, state, forged: Forged | None = None):
     def one(gradient, state):
         heard = []
 
-        def gather(words, axis_name):
+        def gather(words, axis_name, own):
             if forged is not None:
-                own = jax.lax.axis_index(axis_name)
-                sends = (own == forged.sender) & (forged.receiver == EVERYBODY)
+                worker = jax.lax.axis_index(axis_name)
+                sends = (worker == forged.sender) & (forged.receiver == EVERYBODY)
                 words = jnp.where(sends, forged.words, words)
-            heard.append(plain(words, axis_name))
+            heard.append(plain(words, axis_name, own))
             if forged is not None:
                 changed = heard[0].at[forged.sender].set(forged.words)
-                heard[0] = jnp.where(own == forged.receiver, changed, heard[0])
+                heard[0] = jnp.where(worker == forged.receiver, changed, heard[0])
             return heard[0]
 
         with mock.patch.object(collectives, "gather", gather):

@@ -22,7 +22,6 @@ WordScalar = UInt32[Array, ""]
 Positions = Int32[Array, "_blocks _places"]
 Values = Float[Array, "_blocks _k"]
 Coefficients = Float[Array, "_blocks _n"]
-Blocks = Float[Array, "_blocks *_sides"]
 Tensor = Float[Array, "..."]
 
 

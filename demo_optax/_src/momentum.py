@@ -26,14 +26,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, UInt32
 
 from demo_optax._src import axes, checks, metrics, participation, transport
-from demo_optax._src.arrays import (
-    BoolScalar,
-    IntScalar,
-    in_dtype_of,
-    unboxed,
-    widest,
-    zero_unless,
-)
+from demo_optax._src.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, widest, zero_unless
 from demo_optax._src.compression import Compression, Plan, make_plan, packet
 from demo_optax._src.compression.bits import round_stochastically
 from demo_optax._src.compression.packet import Message, Origin, Packets
@@ -41,15 +34,7 @@ from demo_optax._src.compression.plan import Part, select, shared_positions
 from demo_optax._src.compression.settings import require_words, word_of
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Exchange
-from demo_optax._src.exchange.protocol import (
-    EMPTY,
-    IN_ROUND,
-    MEANS,
-    MESSAGE,
-    Mean,
-    Outbox,
-    Pending,
-)
+from demo_optax._src.exchange.protocol import EMPTY, IN_ROUND, MEANS, MESSAGE, Mean, Outbox, Pending
 from demo_optax._src.metrics import ExchangeMetrics
 
 MESSAGE_WEIGHT = "message_weight"

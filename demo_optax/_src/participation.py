@@ -23,14 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax._src import axes, checks
-from demo_optax._src.arrays import (
-    BoolScalar,
-    FloatScalar,
-    IntScalar,
-    energy,
-    in_dtype_of,
-    reusable,
-)
+from demo_optax._src.arrays import BoolScalar, FloatScalar, IntScalar, energy, in_dtype_of, reusable
 from demo_optax._src.axes import AxisName
 from demo_optax._src.local_state import LocalStepsState
 

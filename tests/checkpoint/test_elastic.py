@@ -16,7 +16,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
-from tests.saved_runs import with_other_numbers
+from tests.saved_runs import carried_over, with_other_numbers
 from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(2, 6)
@@ -30,9 +30,7 @@ OPTIMIZERS = {
         axis_name="data",
     ),
     "adamw, redrawn transform": demo_optax.demo_adamw(
-        5e-3,
-        demo_optax.Compression(4, 6, transform="random"),
-        axis_name="data",
+        5e-3, demo_optax.Compression(4, 6, transform="random"), axis_name="data"
     ),
     "a chain with a partition and random keys": optax.chain(
         optax.partition(
@@ -108,11 +106,8 @@ def test_other_numbers_of_workers_keep_the_mean(numbers, tmp_path):
     run = functools.partial(train, tx)
     params, state, losses = run(range(40), mesh=workers.mesh_of(before))
     losses = mean_losses(losses)
-    with Checkpointer(tmp_path, tx, workers.mesh_of(before)) as checkpointer:
-        checkpointer.save(40, params, state)
     mesh = workers.mesh_of(after)
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
-        found = checkpointer.restore(model.affine())
+    found = carried_over(tmp_path, (params, state), tx, workers.mesh_of(before), mesh)
     chex.assert_trees_all_equal(found.params, params)
 
     def local(state):
@@ -192,13 +187,9 @@ def test_what_was_under_way_is_delivered_once_after_every_restore(name, tmp_path
     mesh = AbstractMesh((before,), ("data",))
     state = demo_optax.init_opt_state(tx, params, mesh)
     saved = run(tx, before, params, state, batches)
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
-        checkpointer.save(7, *saved)
-    tx = goes_on or tx
-    with Checkpointer(tmp_path, tx, AbstractMesh((after,), ("data",))) as checkpointer:
-        found = checkpointer.restore(params)
+    found = carried_over(tmp_path, saved, tx, mesh, AbstractMesh((after,), ("data",)), goes_on)
     nothing = np.zeros((24, after, 16, 24), np.float32)
-    ended, _ = run(tx, after, found.params, found.opt_state, nothing)
+    ended, _ = run(goes_on or tx, after, found.params, found.opt_state, nothing)
     np.testing.assert_allclose(ended["w"], -batches.mean(axis=1).sum(axis=0), atol=1e-4)
 
 
@@ -207,10 +198,7 @@ def test_random_keys_in_the_state_survive_another_number_of_workers(tmp_path):
     params, state = initial(tx, workers.mesh_of(4))
     key = jax.device_put(jax.random.key(17), state[1].rng_key.sharding)
     state = state[0], state[1]._replace(rng_key=key), state[2]
-    with Checkpointer(tmp_path, tx, workers.mesh_of(4)) as checkpointer:
-        checkpointer.save(2, params, state)
-    with Checkpointer(tmp_path, tx, workers.mesh_of(2)) as checkpointer:
-        found = checkpointer.restore(model.affine())
+    found = carried_over(tmp_path, (params, state), tx, workers.mesh_of(4), workers.mesh_of(2))
     keys, expected = (jax.random.key_data(tree[1].rng_key) for tree in (found.opt_state, state))
     np.testing.assert_array_equal(keys, expected)
     start = found.params, found.opt_state
@@ -237,11 +225,9 @@ def test_larger_blocks_than_all_tensors_are_the_same_blocks(tmp_path):
         compression = demo_optax.Compression(2, block_side)
         return demo_optax.demo_sgd(0.3, compression, decay=0.9, axis_name="data")
 
-    params, state = initial(small(64), workers.mesh_of(2))
-    with Checkpointer(tmp_path, small(64), workers.mesh_of(2)) as checkpointer:
-        checkpointer.save(1, params, state)
-    with Checkpointer(tmp_path, small(128), workers.mesh_of(1)) as checkpointer:
-        assert checkpointer.restore(model.affine()).step == 1
+    two, one = workers.mesh_of(2), workers.mesh_of(1)
+    run = initial(small(64), two)
+    assert carried_over(tmp_path, run, small(64), two, one, small(128)).step == 1
 
 
 def test_shards_that_end_in_other_blocks_are_refused(tmp_path):
@@ -334,13 +320,3 @@ def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
             assert reader.restore(params).step in (1, 2)
     with Checkpointer(tmp_path, SGD, mesh) as reader:
         assert reader.latest == 2
-
-
-def test_another_extra_is_refused(tmp_path):
-    mesh = workers.mesh_of(2)
-    params, state = initial(SGD, mesh)
-    with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
-        checkpointer.save(1, params, state, {"a": 1, "b": 2})
-        for extra in None, {"a": 1}, {"a": 1, "b": 2, "c": 3}:
-            with pytest.raises(ValueError, match="extra are not those"):
-                checkpointer.restore(params, extra)

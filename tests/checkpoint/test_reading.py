@@ -231,17 +231,6 @@ def test_the_step_that_was_asked_for_or_none(saved, tmp_path):
         read(folder, step=1)
 
 
-def test_a_run_that_fell_back_saves_again(saved, tmp_path):
-    folder = destroyed(saved, tmp_path / "run", 2)
-    run, extra = RUNS[2]
-    with Checkpointer(folder, TX, workers.mesh_of(2)) as checkpointer:
-        with pytest.warns(UserWarning, match="newer ones are damaged: step 2: "):
-            assert checkpointer.restore(model.init(), EXTRA).step == 1
-        assert checkpointer.latest == 1
-        checkpointer.save(2, *run, extra)
-    assert is_run(restored(folder), 2)
-
-
 def test_a_run_that_goes_back_after_saving_replaces_the_damaged_step(tmp_path):
     with Checkpointer(tmp_path, TX, workers.mesh_of(2)) as checkpointer:
         for step in (1, 2):
@@ -249,6 +238,7 @@ def test_a_run_that_goes_back_after_saving_replaces_the_damaged_step(tmp_path):
         destroy(tmp_path / "2")
         with pytest.warns(UserWarning, match="newer ones are damaged: step 2: "):
             assert checkpointer.restore(model.init(), EXTRA).step == 1
+        assert checkpointer.latest == 1
         saves(checkpointer, 2, wait=True)
     assert is_run(restored(tmp_path), 2)
 

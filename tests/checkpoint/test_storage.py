@@ -108,29 +108,6 @@ def test_a_file_url_is_the_folder_that_it_names(host, tmp_path, monkeypatch):
     assert checkpoint.load_params(url).keys() == checkpoint.load_params(folder.as_uri()).keys()
 
 
-@pytest.mark.parametrize(
-    ("place", "error"),
-    [
-        ("hdfs://cluster/run", "checkpoints cannot be kept at hdfs://cluster/run: give a folder"),
-        ("GS://bucket/run", "checkpoints cannot be kept at GS://bucket/run: give a folder"),
-        (pathlib.Path("gs://bucket/run"), "give the URL as a string that begins with 'gs://'"),
-        (pathlib.Path("s3://bucket/run").absolute(), "a string that begins with 's3://'"),
-        (os.path.join("/runs", "az://container/run"), "a string that begins with 'az://'"),
-        ("file://another.host/run", "names a folder on the host 'another.host'"),
-        ("file://run", "names a folder on the host 'run'"),
-        ("file:///runs/s3:/bucket", "a string that begins with 's3://'"),
-        ("", "names no place"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("use", [checkpoint.load_params, Checkpointer], ids=["load", "save"])
-def test_a_url_never_becomes_a_folder_of_this_machine(use, place, error, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=error):
-        use(place) if use is checkpoint.load_params else use(place, TX, workers.mesh_of(2))
-    assert not os.listdir()
-
-
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_a_step_is_a_number_of_updates(tmp_path):
     wrong = [3.0, -1, None, "3", np.float32(3)]

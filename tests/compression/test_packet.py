@@ -48,11 +48,7 @@ def in_parameter_space(stored, shape, compression):
 
 def momentum_tx(compression):
     return demo_optax.decoupled_momentum(
-        DECAY,
-        compression,
-        axis_name="data",
-        gradient_weight=1.0,
-        mean="workers",
+        DECAY, compression, axis_name="data", gradient_weight=1.0, mean="workers"
     )
 
 

@@ -49,11 +49,7 @@ def dense(positions, values, n):
     return out
 
 
-@sweep(
-    (TopK._by_strided_groups, 8),
-    way=[TopK._by_kernel, TopK._by_strided_groups],
-    k=[1, 8, 32],
-)
+@sweep((TopK._by_strided_groups, 8), way=[TopK._by_kernel, TopK._by_strided_groups], k=[1, 8, 32])
 @draws.examples(5)
 @given(seed=draws.seeds, n=st.sampled_from([32, 100, 1024, 4096]), ties=st.booleans())
 def test_the_largest_magnitudes_are_chosen(way, k, seed, n, ties):

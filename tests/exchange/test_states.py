@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.checkpoint import Checkpointer
 from tests import workers
 from tests.exchange_runs import (
     EXCHANGES,
@@ -26,6 +25,7 @@ from tests.exchange_runs import (
     optimizer,
     settled,
 )  # fmt: skip
+from tests.saved_runs import carried_over
 from tests.sweeps import sweep
 
 
@@ -116,10 +116,7 @@ def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
     filled = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), state[0].momentum)
     filled = jax.device_put(filled, jax.tree.map(lambda x: x.sharding, state[0].momentum))
     state = (state[0]._replace(momentum=filled), *state[1:])
-    with Checkpointer(tmp_path, tx, four) as checkpointer:
-        checkpointer.save(1, params, state, wait=True)
-    with Checkpointer(tmp_path, tx, two) as checkpointer:
-        found = checkpointer.restore(params)
+    found = carried_over(tmp_path, (params, state), tx, four, two)
     assert all(np.all(np.asarray(x) == 1) for x in jax.tree.leaves(found.opt_state[0].momentum))
     both, specs = workers.mesh_of(2, 2), Net(P(None, "fsdp"), P(None, "fsdp"), [P(None, "fsdp")])
     found = demo_optax.state_specs(tx, params, both, param_specs=specs)[0].momentum

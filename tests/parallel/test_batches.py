@@ -104,12 +104,7 @@ def test_a_batch_that_modes_would_divide_otherwise_is_refused(spec):
     state = demo_optax.init_opt_state(ALONG_TWO_AXES, model.one_matrix(), mesh, ("a", "b"))
     for sharding in ("manual", "auto"):
         step = demo_optax.make_train_step(
-            model.linear_loss,
-            ALONG_TWO_AXES,
-            mesh,
-            ("a", "b"),
-            batch_specs=spec,
-            sharding=sharding,
+            model.linear_loss, ALONG_TWO_AXES, mesh, ("a", "b"), batch_specs=spec, sharding=sharding
         )
         with pytest.raises(ValueError, match="in this order and before any other"):
             step(model.one_matrix(), state, model.batch(0))

@@ -15,10 +15,7 @@ import demo_optax
 from tests import model, workers
 from tests.sweeps import sweep
 
-MODES = {
-    "manual": {},
-    "mapped": dict(sharding="auto"),
-}
+MODES = {"manual": {}, "mapped": dict(sharding="auto")}
 WORKERS, INNER = 4, 2
 TX = demo_optax.demo(1e-3, demo_optax.Compression(4, 6), decay=0.9, axis_name="data")
 

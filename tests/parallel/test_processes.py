@@ -42,14 +42,6 @@ class Speechless(Exception):
         raise ValueError("no text")
 
 
-class Unreadable(Holds):
-    """Has a text, but other things about it cannot be read."""
-
-    @property
-    def __notes__(self):
-        raise ValueError("no notes")
-
-
 @pytest.fixture
 def in_both_processes(monkeypatch):
     """Runs a function as the first and then as the second of two processes."""
@@ -107,8 +99,7 @@ def test_errors_and_interrupts_are_raised_in_all(error, in_both_processes):
         (Holds(), "Holds: holds a lock"),
         (TwoArguments("a", "b"), "TwoArguments: a: b"),
         (Doubled("a"), "Doubled: again a"),
-        (Unreadable(), "Unreadable: holds a lock"),
-        (Speechless(), "Speechless: <exception str() failed>"),
+        (Speechless(), "Speechless"),
     ],
     ids=lambda x: type(x).__name__,
 )

@@ -81,11 +81,7 @@ TREE = replicated(MESH)
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    leaf=st.sampled_from(list(TREE)),
-    worker=st.integers(0, 7),
-    bit=st.integers(0, 2000),
-)
+@given(leaf=st.sampled_from(list(TREE)), worker=st.integers(0, 7), bit=st.integers(0, 2000))
 def test_any_flipped_bit_is_named_and_repaired(leaf, worker, bit):
     harmed = TREE | {leaf: flip(TREE[leaf], MESH.devices[worker], bit)}
     assert check_replicas(harmed, MESH) == (Drift(f"['{leaf}']", worker, (worker,), True),)

@@ -21,10 +21,7 @@ from tests.sweeps import sweep
 # A side that the blocks do not divide, so that momenta have other sizes than parameters.
 SHAPES = {"hidden": (12, 32), "bias": (32,), "out": (32, 3)}
 SPECS = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")}
-WAYS = {
-    "manual": {},
-    "mapped": dict(sharding="auto"),
-}
+WAYS = {"manual": {}, "mapped": dict(sharding="auto")}
 SMALL = demo_optax.Compression(4, 8)
 
 
@@ -92,12 +89,7 @@ def whole(name):
     return train(mesh_of(2, 1), SPECS, tx=OPTIMIZERS[name])
 
 
-@sweep(
-    ("sgd", "manual"),
-    ("adamw behind a preconditioner", "mapped"),
-    name=OPTIMIZERS,
-    way=WAYS,
-)
+@sweep(("sgd", "manual"), ("adamw behind a preconditioner", "mapped"), name=OPTIMIZERS, way=WAYS)
 def test_two_devices_a_worker_follow_one(name, way):
     mesh, tx = mesh_of(2, 2), OPTIMIZERS[name]
     ours = train(mesh, SPECS, tx=tx, **WAYS[way])

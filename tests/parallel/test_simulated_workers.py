@@ -13,6 +13,7 @@ import demo_optax
 from demo_optax import Compression
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
+from tests.saved_runs import carried_over
 from tests.sweeps import sweep
 
 SIMULATED = AbstractMesh((8,), ("data",))
@@ -54,13 +55,7 @@ def trained(tx, mesh, *, microbatches=1):
     opt_state = demo_optax.init_opt_state(tx, params, mesh)
     state = demo_optax.init_model_state(np.float32(0), mesh)
     step = demo_optax.make_train_step(
-        loss_fn,
-        tx,
-        mesh,
-        microbatches=microbatches,
-        clip_norm=1.0,
-        random_key=True,
-        stateful=True,
+        loss_fn, tx, mesh, microbatches=microbatches, clip_norm=1.0, random_key=True, stateful=True
     )
     told = []
     for number in range(5):
@@ -96,10 +91,7 @@ def test_a_run_goes_on_from_simulated_workers_to_devices_and_back(tmp_path):
     momentum = np.asarray(opt_state[0].momentum["w"])
     assert momentum.any()
     for step, mesh in enumerate([workers.mesh_of(8), SIMULATED]):
-        with Checkpointer(tmp_path, tx, saved) as checkpointer:
-            checkpointer.save(step, params, opt_state)
-        with Checkpointer(tmp_path, tx, mesh) as checkpointer:
-            found = checkpointer.restore(params)
+        found = carried_over(tmp_path / str(step), (params, opt_state), tx, saved, mesh)
         np.testing.assert_array_equal(found.opt_state[0].momentum["w"], momentum)
         params, opt_state, saved = found.params, found.opt_state, mesh
 

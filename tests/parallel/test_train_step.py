@@ -40,14 +40,6 @@ def median_norm():
     return float(np.median([norm(gradient) for gradient in gradients_of_workers()]))
 
 
-def test_loss_and_gradient_norm_are_each_workers_own():
-    *_, [metrics] = train(PLAIN_SGD, range(1), clip_norm=median_norm())
-    losses = [loss for loss, _ in of_workers()]
-    np.testing.assert_allclose(metrics.loss, losses, rtol=1e-5)
-    norms = [norm(gradient) for gradient in gradients_of_workers()]
-    np.testing.assert_allclose(metrics.gradient_norm, norms, rtol=1e-5)
-
-
 @sweep(0.3, alpha=[1.0, 0.3])
 def test_exchange_metrics_are_energies_of_what_is_sent_and_kept(alpha):
     tx = demo_optax.decoupled_momentum(
@@ -71,10 +63,13 @@ def test_exchange_metrics_are_energies_of_what_is_sent_and_kept(alpha):
     assert metrics.packet_bytes == demo_optax.packet_bytes(tx, model.affine())
 
 
-def test_clipping_acts_on_each_local_gradient():
+def test_clipping_acts_on_each_local_gradient_and_loss_and_norm_are_each_workers_own():
     gradients, limit = gradients_of_workers(), median_norm()
-    params, *_ = train(PLAIN_SGD, range(1), clip_norm=limit)
-    scales = [min(1.0, limit / norm(gradient)) for gradient in gradients]
+    params, _, [metrics] = train(PLAIN_SGD, range(1), clip_norm=limit)
+    norms = [norm(gradient) for gradient in gradients]
+    np.testing.assert_allclose(metrics.loss, [loss for loss, _ in of_workers()], rtol=1e-5)
+    np.testing.assert_allclose(metrics.gradient_norm, norms, rtol=1e-5)
+    scales = [min(1.0, limit / of_one) for of_one in norms]
     for n, start in model.affine().items():
         clipped = [s * g[n] for s, g in zip(scales, gradients, strict=True)]
         expected = np.asarray(start) - np.mean(clipped, axis=0)

@@ -75,9 +75,9 @@ def test_state_in_front_of_the_exchange_is_local_and_behind_it_shared():
 
 
 def test_state_grows_a_worker_axis_where_its_specs_say_so():
-    tx = demo_optax.demo_adamw(1e-3, SMALL, axis_name="data")
+    tx, mesh = demo_optax.demo_adamw(1e-3, SMALL, axis_name="data"), workers.mesh_of(8)
     params = model.one_matrix()
-    state = demo_optax.init_opt_state(tx, params, workers.mesh_of(8))
+    state = demo_optax.init_opt_state(tx, params, mesh)
     jax.tree.map(
         lambda x, one, spec: (
             np.testing.assert_equal(x.shape, (8, *one.shape) if spec == LOCAL else one.shape),
@@ -87,6 +87,10 @@ def test_state_grows_a_worker_axis_where_its_specs_say_so():
         tx.init(params),
         specs_of(tx),
     )
+    for shapes in params, jax.eval_shape(lambda: params):
+        shardings = demo_optax.stack_workers(tx, mesh).state_shardings(shapes)
+        same = jax.tree.map(lambda x, s: x.sharding == s, state, shardings)
+        assert all(jax.tree.leaves(same))
 
 
 def in_rounds(**options):
@@ -179,24 +183,6 @@ def test_a_preconditioner_is_not_called_replicated():
     )
     with pytest.raises(ValueError, match="out_specs"):
         jax.jit(init)()
-
-
-def test_a_stacked_optimizer_gives_the_shardings_of_its_state():
-    mesh = workers.mesh_of(2)
-    params = {"w": np.ones((64, 64), np.float32), "b": np.ones(3, np.float32)}
-    tx = demo_optax.stack_workers(demo_optax.demo_adamw(1e-3, axis_name="data"), mesh)
-    state = tx.init(params)
-    for shapes in (params, jax.eval_shape(lambda: params)):
-        shardings = tx.state_shardings(shapes)
-        same = jax.tree.map(lambda x, s: x.sharding == s, state, shardings)
-        assert all(jax.tree.leaves(same))
-
-
-def test_a_whole_parameter_may_stand_beside_a_sharded_one():
-    tx, mesh = demo_optax.demo_scaled(1e-3, axis_name="data"), workers.mesh_of(4, 2)
-    params = {"w": np.ones((64, 64), np.float32), "b": np.ones(64, np.float32)}
-    specs = demo_optax.state_specs(tx, params, mesh, param_specs={"w": P("fsdp"), "b": P()})
-    assert specs[0].momentum == {"w": P("data", "fsdp"), "b": P("data")}
 
 
 class Pair(NamedTuple):

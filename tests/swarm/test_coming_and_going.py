@@ -392,9 +392,3 @@ def test_a_store_that_fails_ends_the_worker_for_good(store, monkeypatch):
 
 def failing(key, data):
     raise OSError("gone")
-
-
-def test_the_first_worker_alone_trains(store):
-    _, _, metrics = swarms.take_steps(make(store, 0), 40)
-    assert metrics[-1].loss < 0.8 * metrics[0].loss
-    assert all(int(x.exchange.participants) == 1 for x in metrics)

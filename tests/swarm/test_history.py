@@ -11,7 +11,8 @@ from demo_optax import swarm
 from demo_optax._src.commands.main import main
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
-from demo_optax.swarm import Member, ObjectStore, read_history, status, watch_history
+from demo_optax.swarm import Member, read_history, status, watch_history
+from tests.members import Counting
 
 OSLO, PARIS, ROME, ROME_AGAIN = (0, 1), (1, 1), (2, 1), (2, 2)
 NAMES = {OSLO: "oslo", PARIS: "paris", ROME: "rome", ROME_AGAIN: "rome"}
@@ -99,22 +100,9 @@ def test_settings_that_no_worker_wrote_name_no_snapshot_to_come(odd, store):
     assert "next before" not in status(read_history(store))
 
 
-class Counting(ObjectStore):
-    """Counts requests by what they ask for."""
-
-    def get(self, key):
-        self.asked.append(key)
-        return super().get(key)
-
-    def names(self, folder):
-        self.asked.append(folder)
-        return super().names(folder)
-
-
 def test_watching_reads_what_is_new_alone_and_waits_for_as_long_as_it_may(store):
     write(store, TAKEN)
-    watched, pauses = Counting(store.url), []
-    watched.asked = []
+    watched, pauses = Counting(store), []
     looks = watch_history(watched, 5, pauses.append)
     assert next(looks) == read_history(store, 5)
     first = set(watched.asked)

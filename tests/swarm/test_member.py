@@ -13,9 +13,10 @@ import pytest
 
 from demo_optax._src.swarm import records, slots
 from demo_optax._src.swarm.member import ExchangeResult
+from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Manifest
 from demo_optax.swarm import Left, Member, ObjectStore, SwarmError
-from tests.members import put_packet
+from tests.members import NAMES, Run, everybody, exchange, put_packet
 from tests.swarms import after, together
 
 pytestmark = pytest.mark.usefixtures("virtual_waits")
@@ -35,27 +36,25 @@ def manifest_of(store, step):
     return records.decode(Manifest, store.get(records.step_key("manifests", step)))
 
 
-def exchange(member, step, packet=None):
-    return member.exchange(step, packet or f"{member.slot} in {step}".encode())
+@pytest.fixture(params=["open", "members only"])
+def join(request, tmp_path):
+    """A function that makes members, of an open run or of one for members only."""
+    if request.param == "members only":
+        return Run(tmp_path).member
+    return functools.partial(Member, ObjectStore(str(tmp_path), patience=1.0), slots=8)
 
 
-def everybody(joined, step):
-    """An exchange of all; as `SwarmWorker.begin` does, they announce themselves for the first."""
-    if step == 0:
-        for member in joined:
-            member._steps.say(0, member.me, "here")
-    return together([functools.partial(exchange, member, step) for member in joined])
-
-
-def test_all_get_the_packets_of_all(store):
-    joined = members(store, 4, min_workers=4)
+def test_all_get_the_packets_of_all(join):
+    joined = [join(name, deadline=20.0, min_workers=3) for name in NAMES]
+    named = joined[0].store.roster.name if isinstance(joined[0].store, MembersOnly) else ""
     for step in range(5):
-        rounds = everybody(joined, step)
-        assert all(x.manifest == rounds[0].manifest for x in rounds)
-        expected = {n: f"{n} in {step}".encode() for n in range(4)}
-        assert all(x.packets == expected for x in rounds)
-        assert [x.own for x in rounds] == [0, 1, 2, 3]
-        assert not any(x.late for x in rounds)
+        results = everybody(joined, step)
+        assert all(x.manifest == results[0].manifest for x in results)
+        expected = {n: f"{name:5} in {step}".encode() for n, name in enumerate(NAMES)}
+        assert all(x.packets == expected for x in results)
+        assert [x.own for x in results] == [0, 1, 2]
+        assert results[0].members == NAMES and not any(x.late for x in results)
+        assert results[0].manifest.roster == named
 
 
 def test_manifests_are_a_chain(store):
@@ -69,38 +68,47 @@ def test_manifests_are_a_chain(store):
     assert records.head(decided[0], without=[0]) != heads[0]
 
 
-def test_who_is_late_is_waited_for_once_and_then_counts_again(store):
-    first, second = members(store, 2, deadline=2, min_workers=1)
-    everybody([first, second], 0)
+def test_who_is_late_is_waited_for_once_and_then_counts_again(join):
+    first, second, third = joined = [join(name, deadline=2.0, min_workers=1) for name in NAMES]
+    everybody(joined, 0)
     began = time.monotonic()
-    alone = exchange(first, 1)
+    without = everybody([first, second], 1)
     assert 2 <= time.monotonic() - began < 4
-    assert alone.late == ("worker-1",) and list(alone.packets) == [0]
+    assert all(x.late == ("oslo",) and sorted(x.packets) == [0, 1] for x in without)
     began = time.monotonic()
-    assert exchange(first, 2).late == ()
+    assert not any(x.late for x in everybody([first, second], 2))
     assert time.monotonic() - began < 2
 
-    missed = exchange(second, 1)
-    assert missed.own is None and missed.packets == alone.packets
-    assert second.receive(2).packets == {0: b"0 in 2"}
-    second.announce(3)
-    assert [sorted(x.packets) for x in everybody([first, second], 3)] == [[0, 1], [0, 1]]
+    missed = exchange(third, 1)
+    assert missed.own is None and missed.packets == without[0].packets
+    assert third.receive(2).packets == {0: b"paris in 2", 1: b"rome  in 2"}
+    third.announce(3)
+    assert [sorted(x.packets) for x in everybody(joined, 3)] == [[0, 1, 2]] * 3
 
 
 @pytest.mark.parametrize(("taken", "left"), [(1, 1), (6, 2)], ids=["in time", "it replays"])
-def test_who_leaves_is_not_waited_for(store, taken, left):
-    first, second = members(store, 2)
+def test_who_leaves_is_not_waited_for_and_who_comes_is(join, taken, left):
+    paris, rome = (join(name, deadline=20.0) for name in ("paris", "rome"))
     for step in range(taken):
-        everybody([first, second], step)
-    second.leave(left)
+        everybody([paris, rome], step)
+    rome.leave(left)
     began = time.monotonic()
-    assert exchange(first, taken).late == () and time.monotonic() - began < 15
+    assert exchange(paris, taken).late == () and time.monotonic() - began < 15
+    oslo, then = join("oslo", deadline=20.0), taken + 1
+    for step in range(then):
+        oslo.receive(step)
+    oslo.announce(then)
+    late = after(0.5, functools.partial(exchange, oslo, then))
+    results = together([functools.partial(exchange, paris, then), late])
+    assert [x.members for x in results] == [("paris", "oslo")] * 2
+    assert time.monotonic() - began < 15
 
 
 def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(store):
     first, second = members(store, 2)
     everybody([first, second], 0)
-    put_packet(store, 1, records.PacketRef(1, 1, records.sha256(b"1 in 1")), b"1 in 1")
+    data = b"worker-1 in 1"
+    put_packet(store, 1, records.PacketRef(1, 1, records.sha256(data)), data)
     second.leave(1)
     began = time.monotonic()
     assert sorted(exchange(first, 1).packets) == [0, 1]
@@ -151,7 +159,7 @@ def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
     said = []
     monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.1)
     first = Member(store, "first", min_workers=2, deadline=0.1, tell=said.append)
-    second = Member(store, "second", min_workers=2, deadline=0.1)
+    second = Member(store, "other", min_workers=2, deadline=0.1)
     both = functools.partial(exchange, first, 0), after(0.6, functools.partial(exchange, second, 0))
     assert [sorted(x.packets) for x in together(both)] == [[0, 1]] * 2
     assert any("1 of at least 2 workers are here" in line for line in said), said
@@ -160,7 +168,7 @@ def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
 @pytest.mark.parametrize("digest", ["0" * 64, records.sha256(b"longer than those of this run")])
 def test_a_packet_with_another_hash_or_of_another_length_is_not_proposed(store, digest):
     first, _ = members(store, 2, deadline=0.3)
-    data = b"0 in 0" if digest == "0" * 64 else b"longer than those of this run"
+    data = b"worker-0 in 0" if digest == "0" * 64 else b"longer than those of this run"
     put_packet(store, 0, records.PacketRef(1, 1, digest), data)
     assert list(exchange(first, 0).packets) == [0]
 
@@ -191,14 +199,15 @@ def test_swept_packets_are_told_apart_from_lost_ones(store):
     assert result.swept and result.packets == {}
 
 
-def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(store):
-    first, before = members(store, 2)
+def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(join):
+    first, before = (join(name, deadline=20.0) for name in ("paris", "rome"))
     everybody([first, before], 0)
-    again = Member(store, "worker-1", slots=8)
-    assert again.me == (1, before.incarnation + 1)
+    again = join("rome", deadline=20.0)
+    assert again.slot == 1 and again.incarnation > before.incarnation
+    again.receive(0)
     again.announce(1)
     everybody([first, again], 1)
-    with pytest.raises(SwarmError, match="another process is worker 'worker-1' now"):
+    with pytest.raises(SwarmError, match="another process is worker 'rome' now"):
         exchange(before, 1)
 
 
@@ -223,7 +232,7 @@ def test_steps_are_read_ahead_and_no_more_packets_at_once_than_there_are_slots(s
 
 
 def test_large_packets_are_not_read_ahead(store, monkeypatch):
-    size, ahead = len(b"0 in 0"), "demo_optax._src.swarm.member.AHEAD_BYTES"
+    size, ahead = len(b"worker-0 in 0"), "demo_optax._src.swarm.member.AHEAD_BYTES"
     (first,) = members(store, 1)
     rounds = [exchange(first, step) for step in range(4)]
     late = Member(store, "second", slots=8)
@@ -242,7 +251,7 @@ def test_large_packets_are_not_read_ahead(store, monkeypatch):
 def test_a_packet_much_larger_than_those_of_the_run_is_not_read(store, monkeypatch):
     monkeypatch.setattr("demo_optax._src.swarm.member.PART", 400)
     first, second = members(store, 2, deadline=0.3)
-    first.expect(len(b"0 in 0"))
+    first.expect(len(b"worker-0 in 0"))
     data = b"longer" * 100
     large = records.PacketRef(*second.me, records.sha256(data))
     for step in range(2):

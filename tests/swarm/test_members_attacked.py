@@ -27,6 +27,7 @@ from tests.members import (
     make_workers,
     numbered,
     physical,
+    put_manifest,
     shared_of,
     signed_manifest,
     slowly,
@@ -166,8 +167,7 @@ def test_an_instant_proposer_that_lists_itself_alone_gains_nothing(run):
     paris, rome, oslo = joined = run.members(deadline=5.0)
     everybody(joined, 0)
     own = oslo.send(1, b"oslo  in 1")
-    name, data = signed_manifest(run, "oslo", 1, [own], oslo.head(0))
-    run.anybody.put(name, data)
+    put_manifest(run, "oslo", 1, [own], oslo.head(0))
     assert paris.manifest(1) is None and rome.manifest(1) is None
     results = together([functools.partial(exchange, x, 1) for x in (paris, rome)])
     assert all(sorted(x.packets) == [0, 1, 2] for x in results)
@@ -231,8 +231,7 @@ def test_what_belongs_to_a_slot_is_written_by_its_member_alone(run):
 
 def test_a_forged_snapshot_of_one_member_is_passed_over(tmp_path):
     run = numbered(tmp_path)
-    names = [f"worker-{n}" for n in range(3)]
-    workers = make_workers(run, names, snapshot_every=4, min_workers=3)
+    workers = make_workers(run, 3, snapshot_every=4, min_workers=3)
     ends = swarms.all_take_steps(workers, 10)
     for worker in workers:
         worker._turns.close()
@@ -255,8 +254,7 @@ def test_a_forged_snapshot_of_one_member_is_passed_over(tmp_path):
 
 def test_a_worker_on_the_smaller_side_goes_back_to_a_snapshot_and_has_equal_parameters(tmp_path):
     run = numbered(tmp_path)
-    names = [f"worker-{n}" for n in range(3)]
-    workers = make_workers(run, names, snapshot_every=2, min_workers=2, deadline=3.0)
+    workers = make_workers(run, 3, snapshot_every=2, min_workers=2, deadline=3.0)
     ends = swarms.all_take_steps(workers, 5)
     astray = workers[2].member
     know_otherwise(astray, 4, head="a" * 64)
@@ -274,14 +272,12 @@ def test_nobody_is_left_out_half_by_half(run):
     joined = run.members(*names, deadline=30.0)
     everybody(joined, 0)
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined[:3]]
-    name, data = signed_manifest(run, "oslo", 1, refs, joined[0].head(0))
-    run.anybody.put(name, data)
+    put_manifest(run, "oslo", 1, refs, joined[0].head(0))
     assert joined[0].manifest(1) is not None  # three of five
     head = joined[0].head(1)
     refs = [joined[2].store.sign(2, PacketRef(*joined[2].me, "0" * 64), head)]
     refs = [joined[1].store.sign(2, PacketRef(*joined[1].me, "0" * 64), head), *refs]
-    name, data = signed_manifest(run, "oslo", 2, refs, head)
-    run.anybody.put(name, data)
+    put_manifest(run, "oslo", 2, refs, head)
     assert joined[0].manifest(2) is None  # two of the three, but two of five lately
 
 
@@ -292,8 +288,7 @@ def test_a_mark_is_no_packet(run):
     left = paris._steps._read(1, "001.packet").packet
     assert paris.store.is_signed(1, left, "", "left")
     assert not paris.store.is_signed(1, left, "")
-    name, data = signed_manifest(run, "paris", 1, [left], "")
-    run.anybody.put(name, data)
+    put_manifest(run, "paris", 1, [left], "")
     assert paris.manifest(1) is None
 
 
@@ -312,8 +307,7 @@ def test_a_manifest_of_those_who_were_taken_out_is_not_believed(run):
 
 def test_all_go_on_if_what_they_signed_was_deleted_for_as_long_as_all_had_two_turns(tmp_path):
     run = numbered(tmp_path)
-    names = [f"worker-{n}" for n in range(3)]
-    workers = make_workers(run, names, snapshot_every=2, deadline=0.5)
+    workers = make_workers(run, 3, snapshot_every=2, deadline=0.5)
     states, ended = [swarms.begin(worker) for worker in workers], threading.Event()
     members = [worker.member for worker in workers]
 
@@ -357,8 +351,7 @@ def test_who_is_asked_to_leave_does_not_wait_for_something_in_the_way_to_be_gone
 
 def test_a_member_that_writes_each_snapshot_first_ends_only_its_own_turns(tmp_path):
     run = numbered(tmp_path)
-    names = [f"worker-{n}" for n in range(3)]
-    workers = make_workers(run, names, snapshot_every=2, min_workers=3)
+    workers = make_workers(run, 3, snapshot_every=2, min_workers=3)
     states = [swarms.begin(worker) for worker in workers]
     liar = workers[2].member.store
     for step in 2, 4:
@@ -380,8 +373,7 @@ def test_a_time_that_a_member_signs_decides_nothing(run):
         (0, first.packets, first.previous),
         (1, alone, joined[2].head(0)),
     ):
-        name, data = signed_manifest(run, "oslo", step, packets, previous, time=0.0)
-        run.anybody.put(name, data)
+        put_manifest(run, "oslo", step, packets, previous, time=0.0)
     late = run.member("rome", deadline=0.1)
     assert late.receive(0).manifest.time == 0 and late.head(0) == joined[2].head(0)
     assert late.manifest(1) is None
@@ -393,8 +385,7 @@ def test_a_time_that_a_member_signs_decides_nothing(run):
 
 def test_a_step_of_fewer_than_min_workers_is_not_there_for_readers_either(run):
     oslo, paris, rome = run.member("oslo"), run.member("paris", min_workers=2), run.member("rome")
-    name, data = signed_manifest(run, "oslo", 0, [oslo.send(0, b"x")], oslo.head(-1))
-    run.anybody.put(name, data)
+    put_manifest(run, "oslo", 0, [oslo.send(0, b"x")], oslo.head(-1))
     assert paris.manifest(0) is None and rome.manifest(0) is not None
 
 
@@ -413,7 +404,7 @@ def test_no_byte_of_a_packet_is_parsed_before_its_signature_was_verified(run, mo
 
 def test_a_worker_whose_snapshots_nobody_signs_stops_until_the_owner_takes_the_others_out(tmp_path):
     run, said = numbered(tmp_path), []
-    workers = make_workers(run, ["worker-0", "worker-1"], snapshot_every=2, deadline=0.2)
+    workers = make_workers(run, 2, snapshot_every=2, deadline=0.2)
     states = [swarms.begin(worker) for worker in workers]
     state = swarms.all_take_steps(workers, 1, states)[0][0]
     alone = workers[0]  # the other one is gone without a word
@@ -467,8 +458,7 @@ def test_a_roster_that_the_owner_has_not_signed_stops_nobody(run):
         f"{'0' * 32} 2 {digest} {signature}",
         f"{word} {number} {'0' * 64} {signature}",
     ):
-        name, data = signed_manifest(run, "rome", 1, refs, paris.head(0), roster=forged)
-        run.anybody.put(name, data)
+        put_manifest(run, "rome", 1, refs, paris.head(0), roster=forged)
         assert paris.manifest(1) is None and not paris.store.missing
 
 
@@ -541,8 +531,7 @@ def test_a_packet_is_lost_only_if_most_of_those_who_counted_have_signed_that(run
     oslo, manifest = joined[2], joined[2].manifest(1)
     head = records.head(manifest, [0])
     ref = oslo.store.sign(2, PacketRef(*oslo.me, records.sha256(b"x")), head)
-    name, data = signed_manifest(run, "oslo", 2, [ref], head, lost=(0,))
-    run.anybody.put(name, data)
+    put_manifest(run, "oslo", 2, [ref], head, lost=(0,))
     late = run.member("rome")
     late.receive(0)
     assert sorted(late.receive(1).packets) == [0, 1, 2] and late.head(1) == joined[0].head(1)

@@ -15,7 +15,7 @@ from demo_optax._src.swarm.slots import last_claim
 from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
 from demo_optax._src.swarm.steps import Said
 from demo_optax.swarm import Member
-from tests.members import NAMES, Run, everybody, exchange, physical, signed_manifest
+from tests.members import NAMES, Run, everybody, exchange, physical, put_manifest, signed_manifest
 from tests.swarms import together
 
 ONES = [np.ones(4, np.float32)]
@@ -26,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("virtual_waits")
 def send_all(run, joined, step):
     """All send, and the last one decides; returns the references."""
     refs = [x.send(step, f"{x.worker:5} in {step}".encode()) for x in joined]
-    name, data = signed_manifest(run, joined[-1].worker, step, refs, joined[0].head(step - 1))
-    run.anybody.put(name, data)
+    put_manifest(run, joined[-1].worker, step, refs, joined[0].head(step - 1))
     return refs
 
 
@@ -57,8 +56,7 @@ def index_of(run, step, **chain):
 def test_a_member_that_decides_the_first_step_alone_gains_nothing(run):
     paris, rome, oslo = run.members(deadline=0.3, min_workers=2)
     ref = oslo.send(0, b"oslo  in 0")
-    name, data = signed_manifest(run, "oslo", 0, [ref], oslo.head(-1))
-    run.anybody.put(name, data)
+    put_manifest(run, "oslo", 0, [ref], oslo.head(-1))
     results = everybody([paris, rome], 0)
     assert all(sorted(x.packets) == [0, 1, 2] and not x.swept for x in results)
 
@@ -307,8 +305,7 @@ def test_who_lists_a_packet_that_nobody_can_read_delays_one_step_in_ten(run):
         head, lost = paris.head(step - 1), paris.lost(step - 1)
         ref = oslo.store.sign(step, PacketRef(*oslo.me, records.sha256(b"never")), head)
         refs = [x.send(step, f"{x.worker:5} in {step}".encode()) for x in (paris, rome)]
-        name, data = signed_manifest(run, "oslo", step, [*refs, ref], head, lost=lost)
-        run.anybody.put(name, data)
+        put_manifest(run, "oslo", step, [*refs, ref], head, lost=lost)
         both = together([functools.partial(exchange, x, step) for x in (paris, rome)])
         slots.append(sorted(x.slot for x in both[0].manifest.packets))
         assert paris.head(step) == rome.head(step)
@@ -411,8 +408,7 @@ def test_who_lists_more_packets_is_followed_by_nobody_that_has_gone_on(run):
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
     paris, rome, oslo = joined
     for listed, followers in (refs[:2], (paris, rome)), (refs, (oslo,)):
-        name, data = signed_manifest(run, "oslo", 1, listed, paris.head(0))
-        run.anybody.put(name, data)
+        put_manifest(run, "oslo", 1, listed, paris.head(0))
         for member in followers:
             member.receive(1)
     oslo.send(2, b"oslo  in 2")
@@ -429,7 +425,7 @@ def test_a_manifest_of_a_liar_at_the_first_step_that_is_known_parts_nobody(run):
     for n in -1, 0:  # as once most have signed a snapshot
         paris._decided.pop(n, None)
     fake = oslo.store.sign(1, PacketRef(*oslo.me, "1" * 64), "f" * 64)
-    run.anybody.put(*signed_manifest(run, "oslo", 1, [fake], "f" * 64))
+    put_manifest(run, "oslo", 1, [fake], "f" * 64)
     for member in joined:
         member.send(3, b"a packet")
     assert paris._compare_chains(paris.store, 3)
@@ -442,7 +438,7 @@ def test_a_snapshot_that_most_have_signed_says_which_side_goes_on(run):
     paris, rome, oslo = joined
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
     for members, listed in ([paris], refs[:2]), ([rome, oslo], refs):
-        run.anybody.put(*signed_manifest(run, "oslo", 1, listed, paris.head(0)))
+        put_manifest(run, "oslo", 1, listed, paris.head(0))
         for member in members:
             member.receive(1)
             member.send(2, b"a packet")
@@ -459,7 +455,7 @@ def test_a_snapshot_that_a_liar_signed_alone_settles_nothing(run):
         everybody(joined, step)
     paris, rome, oslo = joined
     fake = oslo.store.sign(9, PacketRef(*oslo.me, "1" * 64), "f" * 64)
-    run.anybody.put(*signed_manifest(run, "oslo", 9, [fake], "f" * 64))
+    put_manifest(run, "oslo", 9, [fake], "f" * 64)
     head = records.head(records.decode(records.Manifest, oslo.store.get("manifests/00000009")))
     chain = dict(head=head, since=9, roster=run.roster().name)
     assert snapshots.is_attested(oslo.store, snapshots.write(oslo.store, 10, ONES, slot=2, **chain))
@@ -484,7 +480,7 @@ def test_who_was_taken_out_has_no_vote(tmp_path, are_out):
     everybody(joined, 0)
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
     for members, listed in (joined[3:], refs), (joined[:3], refs[:4]):
-        run.anybody.put(*signed_manifest(run, "paris", 1, listed, joined[0].head(0)))
+        put_manifest(run, "paris", 1, listed, joined[0].head(0))
         for member in members:
             member.receive(1)
             member.send(2, b"a packet")

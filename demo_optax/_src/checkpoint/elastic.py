@@ -11,12 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._src.arrays import widest
-from demo_optax._src.checkpoint.description import (
-    by_path,
-    from_paths,
-    is_of_exchange,
-    require_same,
-)
+from demo_optax._src.checkpoint.description import by_path, from_paths, is_of_exchange, require_same
 from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.packet import Message
 from demo_optax._src.compression.settings import MomentumFormat, settings_of_text

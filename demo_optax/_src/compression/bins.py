@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from demo_optax._src.arrays import BoolScalar
 from demo_optax._src.compression import sparse
 from demo_optax._src.compression.bits import pack_bits, unpack_bits, words_of
+from demo_optax._src.compression.sparse import Dense, Picked, Picks, WorkerValues
 
-Places = Int32[Array, "blocks k"]
+Places = Picks
 AllPlaces = Int32[Array, "workers blocks k"]
 
 
@@ -61,7 +62,7 @@ class Bins:
 
         return jax.lax.platform_dependent(magnitudes, cpu=by_strided_groups, default=self._largest)
 
-    def take(self, blocks: Shaped[Array, "blocks n"], places: Places) -> Shaped[Array, "blocks k"]:
+    def take(self, blocks: Dense, places: Places) -> Picked:
         def by_gather(blocks: Array, places: Places) -> Array:
             return sparse.take(blocks, self.in_block(places))
 
@@ -69,17 +70,10 @@ class Bins:
             blocks, places, tpu=self._take_by_comparison, default=by_gather
         )
 
-    def add(
-        self, blocks: Shaped[Array, "blocks n"], places: Places, values: Shaped[Array, "blocks k"]
-    ) -> Shaped[Array, "blocks n"]:
+    def add(self, blocks: Dense, places: Places, values: Picked) -> Dense:
         return self.add_all(blocks, places[None], values[None])
 
-    def add_all(
-        self,
-        blocks: Shaped[Array, "blocks n"],
-        places: AllPlaces,
-        values: Shaped[Array, "workers blocks k"],
-    ) -> Shaped[Array, "blocks n"]:
+    def add_all(self, blocks: Dense, places: AllPlaces, values: WorkerValues) -> Dense:
         def by_scatter(blocks: Array, places: AllPlaces, values: Array) -> Array:
             return sparse.scatter_all(blocks, self.in_block(places), values)
 
@@ -114,20 +108,13 @@ class Bins:
     def _largest(self, magnitudes: Float32[Array, "blocks n"]) -> Places:
         return jnp.argmax(self._binned(magnitudes, -1.0), axis=0).T.astype(jnp.int32)
 
-    def _take_by_comparison(
-        self, blocks: Shaped[Array, "blocks n"], places: Places
-    ) -> Shaped[Array, "blocks k"]:
+    def _take_by_comparison(self, blocks: Dense, places: Places) -> Picked:
         binned = self._binned(blocks, 0)
         depths = jnp.arange(len(binned), dtype=jnp.int32)[:, None, None]
         taken = jnp.where(places.T[None] == depths, binned, 0)
         return jnp.sum(taken, axis=0, dtype=blocks.dtype).T
 
-    def _add_by_comparison(
-        self,
-        blocks: Shaped[Array, "blocks n"],
-        places: AllPlaces,
-        values: Shaped[Array, "workers blocks k"],
-    ) -> Shaped[Array, "blocks n"]:
+    def _add_by_comparison(self, blocks: Dense, places: AllPlaces, values: WorkerValues) -> Dense:
         total = self._binned(blocks, 0)
         depths = jnp.arange(len(total), dtype=jnp.int32)[:, None, None]
         for place, value in zip(places, values, strict=True):
@@ -136,9 +123,7 @@ class Bins:
         total = jax.lax.optimization_barrier(total)
         return total.reshape(-1, len(blocks))[: self.n].T
 
-    def _binned(
-        self, blocks: Shaped[Array, "blocks n"], filling: float
-    ) -> Shaped[Array, "places k blocks"]:
+    def _binned(self, blocks: Dense, filling: float) -> Shaped[Array, "places k blocks"]:
         """Puts the blocks last, because TPUs are fastest if the last dimension is the longest."""
         depth = -(-self.n // self.k)  # unless k divides n, the last bins have one place fewer
         missing = depth * self.k - self.n

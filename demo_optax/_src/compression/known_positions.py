@@ -13,11 +13,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Int32
 
 from demo_optax._src.arrays import IntScalar
 from demo_optax._src.compression import sparse
+from demo_optax._src.compression.sparse import Dense, Picked
 from demo_optax._src.compression.transforms import POSITIONS_STREAM, key_of
+
+Starts = Int32[Array, "blocks 1"]
 
 _slice = functools.partial(jax.lax.dynamic_slice_in_dim, axis=1)
 _put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
@@ -53,20 +56,13 @@ class SharedSet:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedSlice:
+class SharedSlice(SharedSet):
     """Selector of a contiguous slice of ``k`` of ``n`` coefficients, the same in all blocks.
 
     Its positions are the slice's start, once for each block. The rule ``"random-slicing"`` starts
     anywhere; ``"slicing"`` moves on by ``k`` each step, so that it visits every coefficient within
-    ``ceil(n / k)`` steps. The ``stream`` is as in `SharedSet`.
+    ``ceil(n / k)`` steps.
     """
-
-    n: int
-    k: int
-    rule: str
-    seed: int
-    stream: int
-    sends_positions = False
 
     @jax.threefry_partitionable(True)
     def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 1"]:
@@ -77,19 +73,12 @@ class SharedSlice:
             start = jax.random.randint(_key(self, step), (), 0, self.n, jnp.int32)
         return jnp.broadcast_to(start.astype(jnp.int32), (num_blocks, 1))
 
-    def take(
-        self, blocks: Shaped[Array, "blocks n"], starts: Int32[Array, "blocks 1"]
-    ) -> Shaped[Array, "blocks k"]:
+    def take(self, blocks: Dense, starts: Starts) -> Picked:
         last, beyond = self._ends(starts)
         both = jnp.concatenate([_slice(blocks, last, self.k), blocks[:, : self.k]], axis=1)
         return _slice(both, beyond, self.k)
 
-    def add(
-        self,
-        blocks: Shaped[Array, "blocks n"],
-        starts: Int32[Array, "blocks 1"],
-        values: Shaped[Array, "blocks k"],
-    ) -> Shaped[Array, "blocks n"]:
+    def add(self, blocks: Dense, starts: Starts, values: Picked) -> Dense:
         values = values.astype(blocks.dtype)
         last, beyond = self._ends(starts)
         both = jnp.concatenate([jnp.zeros_like(values)] * 2, axis=1)
@@ -97,12 +86,12 @@ class SharedSlice:
         blocks = _put(blocks, _slice(blocks, last, self.k) + at_last, last)
         return _put(blocks, blocks[:, : self.k] + at_front, 0)
 
-    def _ends(self, starts: Int32[Array, "blocks 1"]) -> tuple[IntScalar, IntScalar]:
+    def _ends(self, starts: Starts) -> tuple[IntScalar, IntScalar]:
         """Returns the start, moved back so that ``k`` elements fit, and how many wrap around."""
         start = starts[0, 0]
         last = jnp.minimum(start, self.n - self.k)
         return last, start - last
 
 
-def _key(selector: SharedSet | SharedSlice, step: IntScalar) -> jax.Array:
+def _key(selector: SharedSet, step: IntScalar) -> jax.Array:
     return jax.random.fold_in(key_of(selector.seed, step, POSITIONS_STREAM), selector.stream)

@@ -21,14 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt32
 
 from demo_optax._src import axes
-from demo_optax._src.arrays import (
-    Coefficients,
-    IntScalar,
-    Positions,
-    Tensor,
-    Values,
-    upcast,
-)
+from demo_optax._src.arrays import Coefficients, IntScalar, Positions, Tensor, Values, upcast
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.bits import (
     checksum,

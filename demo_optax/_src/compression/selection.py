@@ -1,24 +1,19 @@
 """Selectors, which decide which coefficients of each block are sent. Each kind has its own file.
 
 A choice of the user's own is made a selector by `Chosen`. To add a selector here, write a frozen
-dataclass with the methods of `SharedSelector` or `ChoosingSelector`, and enter it in `Selection`
-and in `SELECTORS`.
+dataclass with the methods that `Selector` names, and enter it in `Selection` and in `SELECTORS`.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args
 
-from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
+from jaxtyping import Array, Float, Int32, Shaped
 
-from demo_optax._src.arrays import BoolScalar, IntScalar
 from demo_optax._src.compression.bins import Bins
 from demo_optax._src.compression.known_positions import SharedSet, SharedSlice
 from demo_optax._src.compression.sparse import AllCoefficients
 from demo_optax._src.compression.top_k import TopK
-
-At = Int32[Array, "blocks places"]
-AtOfAll = Int32[Array, "workers blocks places"]
 
 
 class Selector(Protocol):
@@ -27,6 +22,26 @@ class Selector(Protocol):
     Only the selector knows what its positions mean; they are an int32 array with a row for each
     block. It may assume ``k < n``. Selectors are frozen dataclasses: `with_count` replaces ``k``,
     and their ``repr`` enters the checksum.
+
+    A selector whose positions every worker knows has also:
+
+    - ``positions(num_blocks, step)``: the positions of a step, the same on all workers and unique
+      in each block.
+
+    A selector whose positions each worker chooses and sends has also:
+
+    - ``workers_at_once``: the number of workers whose messages are decoded and averaged together.
+    - ``select(coefficients)``: the positions that it chooses by the coefficients.
+    - ``add_all(blocks, positions, values)``: adds the values of several workers, in arrays with an
+      axis of workers in front, one worker after the other.
+    - ``sender_weight_sums(positions, weights)``: float32 ``(workers, blocks, k)``, for each of
+      these coefficients the sum of the weights ``(workers, 1, 1)`` of its senders. A rejected
+      worker has the weight 0.
+    - ``position_words(num_blocks)``: how many words the positions of so many blocks take in a
+      packet.
+    - ``encode(positions)``: the positions, packed into so many words.
+    - ``decode(words, num_blocks)``: untrusted words, unpacked into positions that `add` accepts;
+      and False if others were sent.
     """
 
     n: int
@@ -34,73 +49,26 @@ class Selector(Protocol):
     sends_positions: bool
     """Whether the packet holds positions; if not, all workers know them from the step."""
 
-    def take(self, blocks: Shaped[Array, "blocks n"], positions: At) -> Shaped[Array, "blocks k"]:
+    def take(
+        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks places"]
+    ) -> Shaped[Array, "blocks k"]:
         """Returns the elements at these positions."""
         ...
 
     def add(
-        self, blocks: Float[Array, "blocks n"], positions: At, values: Float[Array, "blocks k"]
-    ) -> Float[Array, "blocks n"]:
-        """Adds values at these positions, which are unique in each block."""
-        ...
-
-
-class SharedSelector(Selector, Protocol):
-    """A selector whose positions every worker knows."""
-
-    def positions(self, num_blocks: int, step: IntScalar) -> At:
-        """Returns the positions of a step, the same on all workers and unique in each block."""
-        ...
-
-
-class ChoosingSelector(Selector, Protocol):
-    """A selector whose positions each worker chooses and sends."""
-
-    workers_at_once: int
-    """The number of workers whose messages are decoded and averaged together."""
-
-    def select(self, coefficients: Float[Array, "blocks n"]) -> At:
-        """Chooses positions by the coefficients."""
-        ...
-
-    def add_all(
         self,
         blocks: Float[Array, "blocks n"],
-        positions: AtOfAll,
-        values: Float[Array, "workers blocks k"],
+        positions: Int32[Array, "blocks places"],
+        values: Float[Array, "blocks k"],
     ) -> Float[Array, "blocks n"]:
-        """Adds the values of several workers, one worker after the other."""
-        ...
-
-    def sender_weight_sums(
-        self, positions: AtOfAll, weights: Float32[Array, "workers 1 1"]
-    ) -> Float32[Array, "workers blocks k"]:
-        """Returns, for each of these coefficients, the sum of the weights of its senders.
-
-        A rejected worker has the weight 0.
-        """
-        ...
-
-    def position_words(self, num_blocks: int) -> int:
-        """Returns how many words the positions of ``num_blocks`` blocks take in a packet."""
-        ...
-
-    def encode(self, positions: At) -> UInt32[Array, "words"]:
-        """Packs positions into ``position_words(num_blocks)`` words."""
-        ...
-
-    def decode(self, words: UInt32[Array, "words"], num_blocks: int) -> tuple[At, BoolScalar]:
-        """Unpacks untrusted words into positions that `add` accepts; False if others were sent."""
+        """Adds values at these positions, which are unique in each block."""
         ...
 
 
 Selection = Literal["topk", "bins", "random", "random-slicing", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
 
-AnySelector = Any
-"""Either a `SharedSelector` or a `ChoosingSelector`."""
-
-SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
+SELECTORS: dict[str, Callable[[int, int, int, int], Any]] = {
     "topk": lambda n, k, seed, stream: TopK(n, k),
     "bins": lambda n, k, seed, stream: Bins(n, k),
     "random": lambda n, k, seed, stream: SharedSet(n, k, "random", seed, stream),
@@ -110,6 +78,6 @@ SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
 }
 
 
-def with_count(selector: AnySelector, k: int) -> AnySelector:
+def with_count(selector: Any, k: int) -> Any:
     """Returns the same selector of another number of coefficients."""
     return AllCoefficients(selector.n) if k >= selector.n else dataclasses.replace(selector, k=k)

@@ -20,14 +20,9 @@ from demo_optax._src.arrays import Coefficients, IntScalar
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
 from demo_optax._src.compression.chosen import Choice, Chosen
-from demo_optax._src.compression.selection import SELECTORS, AnySelector, Selection
+from demo_optax._src.compression.selection import SELECTORS, Selection
 from demo_optax._src.compression.sparse import AllCoefficients
-from demo_optax._src.compression.transforms import (
-    TRANSFORMS,
-    Basis,
-    Transform,
-    TransformName,
-)
+from demo_optax._src.compression.transforms import TRANSFORMS, Basis, Transform, TransformName
 from demo_optax._src.compression.values import VALUE_CODINGS, Coding, ValueCoding
 
 KNOWN: dict[int, Any] = {}
@@ -181,7 +176,7 @@ class Compression:
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
         return MomentumFormat(self.transform, self.block_side, self.block_rule, seed)
 
-    def selector(self, geometry: BlockGeometry, stream: int) -> AnySelector:
+    def selector(self, geometry: BlockGeometry, stream: int) -> Any:
         """Returns the selector of the blocks of a tensor, which sends all if ``topk`` is as large.
 
         The ``stream`` is a number for each shape of blocks, so that each draws other positions.

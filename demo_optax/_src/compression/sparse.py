@@ -19,6 +19,9 @@ from demo_optax._src.arrays import Coefficients, IntScalar, true_once_computed
 from demo_optax._src.compression.transforms import product
 
 Dense = Shaped[Array, "blocks n"]
+Picked = Shaped[Array, "blocks k"]
+Picks = Int32[Array, "blocks k"]
+NoPicks = Int32[Array, "blocks 0"]
 BlockPositions = Int[Array, "blocks k"]
 WorkerPositions = Int[Array, "workers blocks k"]
 WorkerValues = Shaped[Array, "workers blocks k"]
@@ -28,11 +31,11 @@ _LANES = 128  # a TPU pads narrower arrays to this width of its vectors in memor
 _MOST_COMPARISONS = 16  # per element; a product costs less than more of them
 
 
-def take(blocks: Shaped[Array, "blocks n"], positions: BlockPositions) -> Shaped[Array, "blocks k"]:
+def take(blocks: Dense, positions: BlockPositions) -> Picked:
     return jnp.take_along_axis(blocks, positions, axis=-1, mode="promise_in_bounds")
 
 
-def add(blocks: Dense, positions: BlockPositions, values: Shaped[Array, "blocks k"]) -> Dense:
+def add(blocks: Dense, positions: BlockPositions, values: Picked) -> Dense:
     """Adds floats or integers to blocks, at positions that are unique in each."""
     by_product = positions.shape[1] > _MOST_COMPARISONS
     if not jnp.issubdtype(blocks.dtype, jnp.floating):
@@ -63,15 +66,13 @@ def sender_weight_sums(
     return sums.reshape(workers, k, blocks).transpose(0, 2, 1)
 
 
-def scatter(blocks: Dense, positions: BlockPositions, values: Shaped[Array, "blocks k"]) -> Dense:
+def scatter(blocks: Dense, positions: BlockPositions, values: Picked) -> Dense:
     rows = jnp.arange(len(blocks))[:, None]
     return blocks.at[rows, positions].add(values, unique_indices=True, mode="promise_in_bounds")
 
 
 def scatter_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
-    def add(
-        blocks: Dense, worker: tuple[BlockPositions, Shaped[Array, "blocks k"]]
-    ) -> tuple[Dense, None]:
+    def add(blocks: Dense, worker: tuple[BlockPositions, Picked]) -> tuple[Dense, None]:
         return scatter(blocks, *worker), None
 
     blocks = axes.varying_like(axes.varying_like(blocks, positions), values)
@@ -110,26 +111,17 @@ class AllCoefficients:
         del step
         return jnp.zeros((num_blocks, 0), jnp.int32)
 
-    def take(
-        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks 0"]
-    ) -> Shaped[Array, "blocks n"]:
+    def take(self, blocks: Dense, positions: NoPicks) -> Dense:
         del positions
         return blocks
 
-    def add(
-        self,
-        blocks: Shaped[Array, "blocks n"],
-        positions: Int32[Array, "blocks 0"],
-        values: Shaped[Array, "blocks n"],
-    ) -> Shaped[Array, "blocks n"]:
+    def add(self, blocks: Dense, positions: NoPicks, values: Dense) -> Dense:
         del positions
         return blocks + values.astype(blocks.dtype)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["positions", "values"],
-    meta_fields=["selector"],
+    jax.tree_util.register_dataclass, data_fields=["positions", "values"], meta_fields=["selector"]
 )
 @dataclasses.dataclass(frozen=True)
 class SparseSum:
@@ -156,9 +148,7 @@ class SparseSum:
         return self.selector.add_all(zeros, self.positions, self.values)
 
 
-def _add_by_comparison(
-    blocks: Dense, positions: BlockPositions, values: Shaped[Array, "blocks k"]
-) -> Dense:
+def _add_by_comparison(blocks: Dense, positions: BlockPositions, values: Picked) -> Dense:
     # The blocks come last, as in the layout in which a TPU's products leave the coefficients.
     place = jnp.arange(blocks.shape[1], dtype=jnp.int32)[:, None]
     total = blocks.T
@@ -167,9 +157,7 @@ def _add_by_comparison(
     return total.T
 
 
-def _add_in_turn(
-    blocks: Dense, positions: BlockPositions, values: Shaped[Array, "blocks k"]
-) -> Dense:
+def _add_in_turn(blocks: Dense, positions: BlockPositions, values: Picked) -> Dense:
     """Adds one value of each block after another, which is exact for integers."""
     place = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
 

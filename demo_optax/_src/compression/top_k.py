@@ -43,6 +43,11 @@ class TopK:
     sender_weight_sums = staticmethod(sparse.sender_weight_sums)
 
     @property
+    def places(self) -> int:
+        """Returns the number of places in a block that a position may name."""
+        return self.n
+
+    @property
     def workers_at_once(self) -> int:
         return max(_AT_ONCE // self.k, 1)
 
@@ -57,11 +62,11 @@ class TopK:
         return min(CODINGS, key=self.position_bits)
 
     def position_bits(self, coding: str) -> int:
-        low, bitmap = _fields(self.n, self.k, coding)
+        low, bitmap = _fields(self.places, self.k, coding)
         return self.k * low + bitmap
 
     def position_words(self, num_blocks: int) -> int:
-        low, bitmap = _fields(self.n, self.k, self.coding)
+        low, bitmap = _fields(self.places, self.k, self.coding)
         whole_words = num_blocks * (bitmap // 32)
         rests = words_of(num_blocks, bitmap % 32)
         return words_of(num_blocks * self.k, low) + whole_words + rests
@@ -71,9 +76,7 @@ class TopK:
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
         slow = ["cpu"] if self.k <= _GPU_KERNEL_K else ["cpu", "cuda", "rocm"]
         chosen = jax.lax.platform_dependent(
-            magnitudes,
-            default=self._by_kernel,
-            **dict.fromkeys(slow, self._by_strided_groups),
+            magnitudes, default=self._by_kernel, **dict.fromkeys(slow, self._by_strided_groups)
         )
         return jnp.sort(chosen, axis=-1)
 
@@ -82,7 +85,7 @@ class TopK:
     ) -> UInt32[Array, "words"]:
         """Packs ascending positions into words, with the shortest coding unless one is given."""
         coding = coding or self.coding
-        low_bits, size = _fields(self.n, self.k, coding)
+        low_bits, size = _fields(self.places, self.k, coding)
         low = positions.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
         bitmap = _bitmap((positions >> low_bits) + _shift(self.k, coding), size)
         whole, rest = bitmap[:, : size // 32], bitmap[:, size // 32 :]
@@ -95,7 +98,7 @@ class TopK:
     ) -> tuple[Int32[Array, "{num_blocks} k"], BoolScalar]:
         """Unpacks untrusted words, or returns the first ``k`` positions and False if invalid."""
         k, coding = self.k, coding or self.coding
-        low_bits, size = _fields(self.n, k, coding)
+        low_bits, size = _fields(self.places, k, coding)
         for_low = words_of(num_blocks * k, low_bits)
         low, whole, rest = jnp.split(words, [for_low, for_low + num_blocks * (size // 32)])
         positions = unpack_bits(low, low_bits, num_blocks * k).reshape(num_blocks, k)
@@ -108,7 +111,7 @@ class TopK:
             ones, complete = _positions_of_ones(jnp.concatenate(bitmap, axis=1), k)
             positions |= (ones - _shift(k, coding)) << low_bits
         ascending = jnp.all(positions[:, 1:] > positions[:, :-1])
-        inside = jnp.all((positions >= 0) & (positions < self.n))
+        inside = jnp.all((positions >= 0) & (positions < self.places))
         valid = complete & ascending & inside
         return jnp.where(valid, positions, jnp.arange(k, dtype=jnp.int32)[None]), valid
 

@@ -12,13 +12,7 @@ from demo_optax._src.compression.packet import Origin, PacketLayout, Packets, pa
 from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange import collectives
 from demo_optax._src.exchange.averaging import average, medians_and_weights, norm_caps
-from demo_optax._src.exchange.protocol import (
-    Aggregate,
-    Exchange,
-    Mean,
-    Outbox,
-    Traffic,
-)
+from demo_optax._src.exchange.protocol import Aggregate, Exchange, Mean, Outbox, Traffic
 from demo_optax._src.metrics import ExchangeMetrics, summarise
 
 
@@ -78,12 +72,8 @@ class AllGather:
         previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
-        packet, axis_name = outbox.packets[0], self.axis_name
-        if self.gather is None:
-            packets = collectives.gather(packet, axis_name)
-        else:
-            packets = collectives.gather_by(self.gather, packet, axis_name)
-        worker = axes.index(axis_name)
+        packets = collectives.gather(outbox.packets[0], self.axis_name, self.gather)
+        worker = axes.index(self.axis_name)
         average = self.average(plan, packets, outbox, worker, previous_metrics, mean)
         return average._replace(state=state)
 

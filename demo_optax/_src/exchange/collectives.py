@@ -1,5 +1,6 @@
 """The collectives of a step, which send data replicated over a worker's devices only once."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +19,13 @@ Gather = Callable[[Any, Any], Any]
 
 
 def gather(
-    packet: UInt32[Array, "words"], axis_name: AxisName, along: Gather | None = None
+    packet: UInt32[Array, "words"], axis_name: AxisName, own: Gather | None = None
 ) -> UInt32[Array, "workers words"]:
-    """Gathers all workers' packets, with a type that marks them as equal under ``shard_map``."""
-    along = along or gather_along
+    """Gathers all workers' packets, with a type that marks them as equal under ``shard_map``.
+
+    If the user has a function of their ``own`` for it, that one gathers them.
+    """
+    along = functools.partial(_gather_by, own) if own else gather_along
     if axis_name is None:
         return packet[None]
     if axes.manual_names(axis_name) != axes.names(axis_name):
@@ -29,17 +33,10 @@ def gather(
     return split_across_devices(lambda x: along(x, axis_name), packet, axis_name)
 
 
-def gather_by(
-    own: Gather, packet: UInt32[Array, "words"], axis_name: AxisName
-) -> UInt32[Array, "workers words"]:
-    """Gathers them by a function of the user's own."""
-
-    def gathered(words: UInt32[Array, "words"], axis_name: AxisName) -> Array:
-        rows, shape = own(words, axis_name), (axes.size(axis_name), words.size)
-        checks.made_arrays("gather", own, [rows], [shape], jnp.uint32)
-        return declare_equal(rows, axis_name)
-
-    return gather(packet, axis_name, gathered)
+def _gather_by(own: Gather, words: UInt32[Array, "words"], axis_name: AxisName) -> Array:
+    rows, shape = own(words, axis_name), (axes.size(axis_name), words.size)
+    checks.made_arrays("gather", own, [rows], [shape], jnp.uint32)
+    return declare_equal(rows, axis_name)
 
 
 def declare_equal(x: Array, axis_name: AxisName) -> Array:

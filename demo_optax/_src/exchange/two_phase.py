@@ -44,12 +44,7 @@ from demo_optax._src.exchange.averaging import (
     medians_and_weights,
     norm_caps,
 )
-from demo_optax._src.exchange.protocol import (
-    Aggregate,
-    Mean,
-    Outbox,
-    Traffic,
-)
+from demo_optax._src.exchange.protocol import Aggregate, Mean, Outbox, Traffic
 from demo_optax._src.metrics import ExchangeMetrics, summarise
 from demo_optax._src.participation import reset_nonfinite_blocks
 

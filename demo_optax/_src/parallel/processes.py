@@ -44,18 +44,17 @@ def by_lead(fn: Callable[[], T]) -> T:
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Returns the error if pickle restores it unchanged, or else one with its text.
+    """Returns the error if pickle restores it unchanged, or else one with its name and its text.
 
     The other processes must learn of the error even if its own methods raise or are interrupted.
     """
-    name = type(error).__name__
+    text = type(error).__name__
     with contextlib.suppress(BaseException):
+        text += f": {error}"
         restored = pickle.loads(pickle.dumps(error))
         if (repr(restored), str(restored)) == (repr(error), str(error)):
             return error
-    with contextlib.suppress(BaseException):
-        return RuntimeError(f"{name}: {error}")
-    return RuntimeError(f"{name}: <exception str() failed>")
+    return RuntimeError(text)
 
 
 @no_context_mesh()

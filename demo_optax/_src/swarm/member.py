@@ -568,10 +568,10 @@ class Member:
     ) -> dict[str, set[int]]:
         """Returns the members that follow each head in a step, by what they have signed last."""
         followed = {mine: {slot: n for n in own if n >= step for slot in sides.slots_of(own[n])}}
-        if step in stored and stored[step].previous != mine:
-            listed = dict.fromkeys(sides.signed_slots(closed, stored[step]), step)
-            gone_on = self._gone_on(stored[step]) if thorough else {}
-            followed[stored[step].previous] = listed | gone_on
+        if step in stored and (other := stored[step]).previous != mine:
+            signed = [x for x in other.packets if closed.is_signed(other.step, x, other.previous)]
+            gone_on = self._gone_on(other) if thorough else {}
+            followed[other.previous] = {x.slot: step for x in signed} | gone_on
         votes = sides.votes(step, said, followed)
         return {x: {n for n in y if self._steps.has(step, n)} for x, y in votes.items()}
 

@@ -79,10 +79,7 @@ def compile_programs(
     progress = arrays.unboxed(layout.params) if tx.steps_per_round else ()
     outbox_specs: Any = Outbox._make((over_shards, over_shards, P(), P(), P(), progress))
     made_equal = functools.partial(
-        shards.made_equal,
-        specs=arrays.unboxed(layout.params),
-        may_have_copies=True,
-        axis_name=(),
+        shards.made_equal, specs=arrays.unboxed(layout.params), may_have_copies=True, axis_name=()
     )
     gradients_of = stacked_gradients(
         loss_fn, mesh, axis_name, manual=True, stateful=False, **options

@@ -104,12 +104,6 @@ def leads_to(head: str, before: Manifest, said: Mapping[int, Said], after: Manif
     return any(records.head(before, x) == head for x in lost)
 
 
-def signed_slots(store: MembersOnly, manifest: Manifest) -> set[int]:
-    """Returns the slots whose packets in a manifest were signed for what it follows."""
-    packets, follows = manifest.packets, manifest.previous
-    return {x.slot for x in packets if store.is_signed(manifest.step, x, follows)}
-
-
 def votes(
     step: int, said: Mapping[int, Said], followed: Mapping[str, Mapping[int, int]]
 ) -> dict[str, set[int]]:

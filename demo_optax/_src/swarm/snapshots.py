@@ -254,11 +254,6 @@ def _newest(store: Store) -> list[Turn]:
     return sorted(pairs, key=lambda pair: pair[0], reverse=True)
 
 
-def steps_of(store: Store) -> list[int]:
-    """Returns the steps of all complete snapshots, in order."""
-    return sorted({step for step, _ in _newest(store)})
-
-
 def attested(
     store: Store,
     turns: Iterable[Turn],
@@ -284,9 +279,9 @@ def signed_by_most(store: MembersOnly, first: int, voters: Set[int]) -> Snapshot
 
 def attested_steps(store: Store, until: int = sys.maxsize, number: int | None = None) -> list[int]:
     """Returns the steps of the newest snapshots that are believed, in order."""
-    if not isinstance(store, MembersOnly):  # their names say enough
-        return [step for step in steps_of(store) if step <= until][-(number or 0) :]
     found = [x for x in _newest(store) if x[0] <= until]
+    if not isinstance(store, MembersOnly):  # their names say enough
+        return sorted({step for step, _ in found})[-(number or 0) :]
     steps = itertools.groupby(index.step for index in attested(store, found))
     return sorted(step for step, _ in itertools.islice(steps, number))
 
