@@ -114,8 +114,8 @@ def update_and_state(mode):
     specs = workers.specs_of(state)
 
     def update(forgery, gradient, state, params):
-        def forge(packet, axis_name):
-            gathered = gather(packet, axis_name)
+        def forge(packet, axis_name, own):
+            gathered = gather(packet, axis_name, own)
             forged = jax.lax.switch(forgery, list(FORGERIES.values()), gathered[2])
             return gathered.at[2].set(forged)
 

@@ -61,9 +61,9 @@ def test_damage_on_the_way_into_one_worker_is_told_by_all_until_it_is_mended(mon
     """The step itself cannot tell: that worker misses a packet which the others get."""
     (tx, update), plain = sends_everything(), collectives.gather
 
-    def damaged(words, axis_name):
+    def damaged(words, axis_name, own):
         here = jax.lax.axis_index(axis_name) == receiver
-        gathered = plain(words, axis_name)
+        gathered = plain(words, axis_name, own)
         return gathered.at[1, 7].set(gathered[1, 7] ^ here.astype(jnp.uint32))
 
     _, state = update(gradients(0), stacked_state(tx))

@@ -232,8 +232,8 @@ def test_a_worker_is_left_out_with_all_its_shards(way):
 def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
     """What all shards hold is sent by each of them, and the damage reaches but one."""
 
-    def damaged(packet, axis_name):
-        packets = gather(packet, axis_name)
+    def damaged(packet, axis_name, own):
+        packets = gather(packet, axis_name, own)
         hit = jax.lax.axis_index("fsdp") == 1
         return packets.at[1, 7].add(hit.astype(packets.dtype))
 
