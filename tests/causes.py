@@ -470,6 +470,13 @@ RAISED = [
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),
     # accounting
+    (
+        "fragments=4 must divide local_steps=2",
+        lambda: demo_optax.accounting.uplink_bytes(
+            demo_optax.Compression(), np.ones(4), 2, local_steps=2, fragments=4
+        ),
+    ),
+    ("optax transformation is needed", lambda: demo_optax.decoupled(optax.adamw)),
     lambda: demo_optax.accounting.step_times(
         model.init(),
         (demo_optax.Compression(), demo_optax.Delayed(demo_optax.AllGather())),

@@ -141,9 +141,10 @@ def settled(trained, exchange):
             ]
         leaves, found = jax.tree.leaves(state.momentum), []
         for part, added in zip(plan.parts, plan.split_rows(rows), strict=True):
-            own = part.unpack([x[0] for x in leaves[slice(*part.tensors)]])
+            stored = [x[0] for x in leaves[slice(*part.tensors)]]
+            own = part.unpack(stored)
             sums = [m + x for m, x in zip(own, added, strict=True)]
-            found += [x[None] for x in part.pack(sums)]
+            found += [x[None] for x in part.pack(sums, stored)]
         return jax.tree.unflatten(jax.tree.structure(state.momentum), found)
 
     put_back = jax.shard_map(

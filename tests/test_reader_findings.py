@@ -1,5 +1,7 @@
 """Faults that readers of the code found: each failed before."""
 
+import copy
+import functools
 from typing import NamedTuple
 
 import jax
@@ -309,3 +311,125 @@ def test_all_numbers_of_workers_are_no_flag_of_one():
     tx, params = demo_optax.demo(0.1, SMALL), jnp.ones((16, 16))
     with pytest.raises(ValueError, match="broadcast"):
         tx.update(params, tx.init(params), params, participates=jnp.array([True]))
+
+
+def loss_fn(params, batch):
+    return jnp.sum(params["w"] * batch[0])
+
+
+def trained(tx, params, batch, mesh, steps=1, **options):
+    step = demo_optax.make_train_step(loss_fn, tx, mesh, donate=False, **options)
+    run = params, demo_optax.init_opt_state(tx, params, mesh)
+    for _ in range(steps):
+        *run, metrics = step(*run, batch)
+    return *run, metrics
+
+
+BATCH = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
+WEIGHTS = {"w": np.ones((8, 8), np.float32)}
+
+
+@pytest.mark.parametrize("mesh", [workers.mesh_of(4), jax.sharding.AbstractMesh((4,), ("data",))])
+def test_updates_that_follow_from_no_gradient_are_what_they_are(mesh):
+    class State(NamedTuple):
+        steps: jax.Array
+
+    def anneal(updates, state, params=None):
+        change = 0.25 * (state.steps + 1)
+        return jax.tree.map(lambda g: jnp.full_like(g, -change), updates), State(state.steps + 1)
+
+    anneals = optax.GradientTransformation(lambda _: State(jnp.zeros((), jnp.int32)), anneal)
+    trains = demo_optax.demo(0.1, SMALL, axis_name="data")
+    tx = optax.partition({"a": trains, "b": anneals}, {"w": "a", "temperature": "b"})
+    params = WEIGHTS | {"temperature": np.float32(1)}
+    params, *_ = trained(tx, params, BATCH, mesh, steps=2)
+    assert params["temperature"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda tx: tx, lambda tx: demo_optax.multi_steps(tx, 2, axis_name="data")],
+    ids=["alone", "accumulated"],
+)
+@pytest.mark.parametrize("transform", ["dct", "random"])
+def test_an_empty_leaf_keeps_the_dtype_of_its_momentum(wrap, transform):
+    compression = Compression(4, 8, transform=transform)
+    tx = wrap(demo_optax.demo_scaled(0.1, compression, axis_name="data"))
+    params = WEIGHTS | {"empty": np.zeros((0, 8), np.float32)}
+    begun = demo_optax.init_opt_state(tx, params, workers.mesh_of(4))
+    _, state, _ = trained(tx, params, BATCH, workers.mesh_of(4))
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, begun)
+
+
+def test_a_mean_under_way_merges_by_the_weights_of_the_workers(tmp_path):
+    """One of two workers has had nothing but a gradient that is not finite."""
+    tx = demo_optax.multi_steps(
+        demo_optax.demo_sgd(1.0, Compression(64, 8), decay=0.0, axis_name="data"),
+        2,
+        axis_name="data",
+    )
+    batch = np.stack([np.full((8, 8), 4, np.float32), np.full((8, 8), np.nan, np.float32)])
+    *run, _ = trained(tx, WEIGHTS, batch, workers.mesh_of(2))
+    restored = carried_over(tmp_path, run, tx, workers.mesh_of(2), workers.mesh_of(1))
+    step = demo_optax.make_train_step(loss_fn, tx, workers.mesh_of(1))
+    params, *_ = step(restored.params, restored.opt_state, np.full((1, 8, 8), 4, np.float32))
+    np.testing.assert_allclose(params["w"], WEIGHTS["w"] - 4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", ["in front", "precondition"])
+def test_each_worker_draws_noise_of_its_own(place):
+    noise, options = optax.add_noise(1.0, 0.0, jax.random.key(0)), dict(decay=0.0, axis_name="data")
+    if place == "precondition":
+        tx = demo_optax.demo_sgd(1.0, Compression(64, 8), precondition=noise, **options)
+    else:
+        tx = optax.chain(noise, demo_optax.demo_sgd(1.0, Compression(64, 8), **options))
+    params, *_ = trained(tx, WEIGHTS, BATCH, workers.mesh_of(4))
+    drawn = np.std(WEIGHTS["w"] - np.asarray(params["w"]) - BATCH.mean(0))
+    assert 0.4 < drawn < 0.6  # of one worker: 1
+
+
+@pytest.mark.parametrize("fragments", [None, 2])
+def test_no_round_ends_while_the_caller_says_so(fragments):
+    outer = demo_optax.demo_sgd(1.0, SMALL, axis_name="data")
+    tx = demo_optax.local_steps(
+        optax.sgd(0.1), outer, every=2, fragments=fragments, axis_name="data"
+    )
+    gradient = jnp.ones((4, 8, 8))
+    params, state = (
+        jnp.zeros((8, 8)),
+        jax.vmap(tx.init, in_axes=None, axis_size=4)(jnp.zeros((8, 8))),
+    )
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, 0), axis_name="data")
+    def update(gradient, state):
+        return tx.update(gradient, state, params, ends_round=False)
+
+    for _ in range(4):
+        updates, state = update(gradient, state)
+        assert not np.any(updates)
+    assert not np.any(state.round)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_clipped_and_dense_gradients_need_no_promotion(dtype):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        params = {"w": jnp.ones((8, 8), dtype)}
+        for tx in (
+            demo_optax.demo_sgd(0.1, SMALL, axis_name="data"),
+            optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1)),
+        ):
+            found, *_ = trained(tx, params, BATCH.astype(dtype), workers.mesh_of(4), clip_norm=1.0)
+            assert found["w"].dtype == dtype and np.any(found["w"] != params["w"])
+
+
+def test_a_copy_of_an_optimizer_of_stacked_workers_is_that_optimizer():
+    tx = demo_optax.stack_workers(demo_optax.demo(0.1, axis_name="data"), workers.mesh_of(4))
+    assert copy.copy(tx) is tx and copy.deepcopy({"tx": tx})["tx"] is tx
+
+
+@pytest.mark.parametrize("given", [2, 3, 1.0, True])
+def test_a_worker_takes_part_for_any_number_but_zero(given):
+    tx, params = demo_optax.demo_sgd(0.1, SMALL), jnp.ones((16, 16))
+    updates, _ = tx.update(params, tx.init(params), params, participates=given)
+    assert np.any(updates)

@@ -3,7 +3,7 @@
 Each message tells what was given, what was expected and what to change.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -76,7 +76,12 @@ def named_or_own(name: str, value: Any, choices: Collection[str], kind: Any = Ca
 
 def lasting_text(name: str, value: Any) -> None:
     """Requires a value that is hashable and whose ``repr`` holds no address."""
-    if not isinstance(value, Hashable) or " at 0x" in repr(value):
+    try:
+        hash(value)
+        lasts = " at 0x" not in repr(value)
+    except TypeError:  # of a frozen dataclass too, if a field of it cannot be hashed
+        lasts = False
+    if not lasts:
         raise TypeError(
             f"{name}={value!r} must be hashable, and its repr must be the same in every process, "
             "because it enters the checksums of packets: make it a frozen dataclass, with a method "
@@ -126,6 +131,11 @@ SPLIT = (
 
 
 def require_unwrapped(tx) -> None:
+    if not hasattr(tx, "update"):
+        raise TypeError(
+            f"an optax transformation is needed, not {tx!r}: call what makes one, as in "
+            "optax.adamw(1e-3)."
+        )
     if hasattr(tx, "state_shardings"):
         raise TypeError(
             "tx was made by demo_optax.stack_workers(...), which must be the outermost "

@@ -296,12 +296,12 @@ class Decoupled:
         # After the caller's addition of the steps, XLA needs no memory for them any more.
         after = after if params is None else params
         own = self.momentum.undelivered(state[0], outbox, like, after)
-        with jax.numpy_dtype_promotion("standard"):  # between the displacement and the parameters
-            ahead, _ = self.base.update(own, state[1], params, **extra_args)
 
         def displacement(u, old):
             # A worker that skipped the step takes its next gradient at the shared parameters.
             return in_dtype_of(jnp.where(took_part, self.look_ahead * u, 0), old)
 
-        moved = map(displacement, jax.tree.leaves(ahead), old)
+        with jax.numpy_dtype_promotion("standard"):  # between the displacement and the parameters
+            ahead, _ = self.base.update(own, state[1], params, **extra_args)
+            moved = list(map(displacement, jax.tree.leaves(ahead), old))
         return (LookAheadState(structure.unflatten(moved)),)

@@ -27,8 +27,9 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
     """Averages the workers' gradients by a dense all-reduce, as in ordinary data parallelism.
 
     In front of any optax optimizer it gives the baseline for DeMo, on the same train step. The mean
-    is over the workers whose gradient is finite, or zero if there are none. Counting them takes
-    four more bytes; the state holds their number.
+    is over the workers whose gradient is finite, or zero if there are none, and each of them counts
+    the same, whatever ``message_weight`` it gives. Counting them takes four more bytes; the state
+    holds their number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -51,7 +52,8 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
 
         def mean(g):
             total = jax.lax.psum(jnp.where(participates, g, jnp.zeros_like(g)), workers)
-            return (upcast(total) / jnp.maximum(participants, 1.0)).astype(g.dtype)
+            total = upcast(total)
+            return (total / jnp.maximum(participants, 1.0).astype(total.dtype)).astype(g.dtype)
 
         state = MeanOverWorkersState(participants.astype(jnp.int32))
         return jax.tree.map(mean, updates), state

@@ -32,7 +32,7 @@ class ExchangeMetrics(NamedTuple):
       agreed: bool, whether all of them had received the same packets up to the previous step. If
         not, the replicas differ (see `demo_optax.check_replicas`, `demo_optax.repair_replicas`).
       received: uint32, a digest of all packets that were accepted, which the next packet carries.
-      identical: bool, whether several workers had exactly the same gradient, which means that
+      identical: bool, whether all workers had exactly the same gradient, which means that
         it is not local.
       sent_share: float32 in [0, 1], fraction of the momenta's energy that was sent.
       restarted: int32, number of blocks of all workers whose momentum was not finite, or too large

@@ -99,7 +99,6 @@ class Momentum:
                 "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
                 f"{self.compression!r}."
             )
-        checks.require_unwrapped(self.precondition)
         checks.in_interval("decay", self.decay, "[0, 1]")
         checks.in_interval("subtraction_factor", self.subtraction_factor, "(0, 1]")
         if self.gradient_weight is not None:
@@ -111,7 +110,9 @@ class Momentum:
             )
         checks.one_of("mean", self.mean, MEANS)
         checks.momentum_dtype("momentum_dtype", self.momentum_dtype)
-        precondition = optax.with_extra_args_support(self.precondition or optax.identity())
+        precondition = self.precondition or optax.identity()
+        checks.require_unwrapped(precondition)
+        precondition = optax.with_extra_args_support(precondition)
         object.__setattr__(self, "precondition", precondition)
 
     def with_compression(self, compression: Compression) -> "Momentum":
@@ -249,7 +250,7 @@ class Momentum:
             rows = list(zip(*selected, message.values, coded, strict=True))
             bits = part.random_bits(_seeds(plan, step, worker, 0), specs)
             # If the next part waited for one of these only, XLA would round the others later.
-            new = part.pack(jax.tree.map(rounded, momenta, bits))
+            new = part.pack(jax.tree.map(rounded, momenta, bits), stored)
             return (energy, restarted, rows, new), new
 
         specs = axes.specs_of_leaves(gradient, extra_args)
@@ -339,7 +340,7 @@ class Momentum:
             def advance_part(part: Part, stored):
                 bits = part.random_bits(_seeds(plan, state.count, worker, number), specs)
                 momenta = part.unpack(stored, state.count)
-                new = part.pack(jax.tree.map(rounded, momenta, bits))
+                new = part.pack(jax.tree.map(rounded, momenta, bits), stored)
                 return new, axes.largest(new)
 
             return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))

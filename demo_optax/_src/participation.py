@@ -47,7 +47,7 @@ def decide(
     energies = [0.0, *[energy([x]) for x in jax.tree.leaves(gradient)]]
     # Of a sum of the energies, or of a conjunction of scalars, XLA would repeat all operations
     # wherever the flag is used.
-    allowed &= jnp.broadcast_to(extra_args.get(PARTICIPATES, True), ())
+    allowed &= jnp.broadcast_to(extra_args.get(PARTICIPATES, True), ()).astype(bool)
     finite = (jnp.isfinite(jnp.array(energies, jnp.float32)) & allowed).all()
     return axes.on_all_devices(finite, axis_name, extra_args)
 

@@ -53,8 +53,9 @@ def local_steps(
 
     `make_train_step` uses gradients at each worker's own parameters; a custom loop computes them
     at `local_parameters`. Inside a round updates are zero and nothing is sent. A round ends with
-    its last step, or whenever the extra argument ``ends_round``, a bool, says so. Its message has
-    the weight of its steps, the sum of the extra argument ``message_weight``.
+    its last step; the extra argument ``ends_round``, a bool, decides instead where it is given. Its
+    message has the weight of its steps, the sum of the extra argument ``message_weight``, which a
+    dense `demo_optax.mean_over_workers` ignores.
 
     A worker skips an inner step whose gradient is not finite. If it skipped all of a round, or its
     own parameters are not finite at the end, it sends nothing: ``outer`` gets zeros and
@@ -204,8 +205,7 @@ class LocalSteps:
             state = state._replace(first_step=first, last_step=last, weight=weights)
             return results, parts.send(change, state, shared, extra)
 
-        # Without a conditional, the exchange overlaps with the gradient.
-        return _exchange_if(self.steps_per_round == 1 or is_due, exchange, state)
+        return _exchange_if(is_due, exchange, state)
 
     def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
         ends_round, new = self._take_step(gradient, state, params, extra_args)
@@ -262,7 +262,9 @@ class LocalSteps:
         checks.require_local_gradient(gradient, self.axis_name)
         now = state if self.fragments else self._at_round(state, state.round)
         step = now.first_step + state.mini_step
-        ends_round = extra_args.pop(ENDS_ROUND, step >= now.last_step)
+        # Without a conditional, the exchange of a fragment overlaps with the gradient.
+        is_last = True if self.fragments and self.steps_per_round == 1 else step >= now.last_step
+        ends_round = extra_args.pop(ENDS_ROUND, is_last)
         participates = participation.decide(gradient, self.axis_name, extra_args)
         inner_state = participation.with_counts(state.inner, jnp.minimum(step, now.last_step))
         local_params = local_parameters(params, state)
@@ -325,8 +327,8 @@ def multi_steps(
     """Takes one step with the mean of several gradients, for optimizers that exchange.
 
     It is meant for loops that call the optimizer once for each microbatch. `make_train_step` with
-    ``microbatches`` needs less memory. Only the last of ``every`` calls exchanges, and all
-    gradients are those at the shared parameters. Each worker averages its own, weighted by the
+    ``microbatches`` needs less memory. Only the last of ``every`` calls exchanges, and the shared
+    parameters stay as they are until then. Each worker averages its own, weighted by the
     extra argument ``message_weight``; one that is not finite does not count. If none counts, ``tx``
     gets zeros and ``participates=False``.
 
@@ -358,20 +360,23 @@ def multi_steps(
 
     def init_fn(params):
         none, weight = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-        weight, mean = axes.as_varying((weight, _zeros_to_sum(params)), axis_name)
-        return LocalStepsState(none, none, none, none, weight, (), mean, tx.init(params))
+        weight, total = axes.as_varying((weight, _zeros_to_sum(params)), axis_name)
+        return LocalStepsState(none, none, none, none, weight, (), total, tx.init(params))
 
     def update_fn(updates, state, params=None, **extra_args):
         participates = participation.decide(updates, axis_name, extra_args)
         weight = _weight_of_step(participates, extra_args)
-        total = state.weight + weight
 
-        def add(m, g):
-            change = weight.astype(m.dtype) * (g.astype(m.dtype) - m)
-            return jnp.where(weight > 0, m + change / total.astype(m.dtype), m)
+        def add(total, g):
+            return total + jnp.where(
+                weight > 0, weight.astype(total.dtype) * g.astype(total.dtype), 0
+            )
 
         def exchange(state):
-            gradient = jax.tree.map(in_dtype_of, state.inner, updates)
+            weights = jnp.where(state.weight > 0, state.weight, 1)
+            gradient = jax.tree.map(
+                lambda x, g: in_dtype_of(x / weights.astype(x.dtype), g), state.inner, updates
+            )
             extra = {**extra_args, PARTICIPATES: state.weight > 0, MESSAGE_WEIGHT: state.weight}
             results, outer = tx.update(gradient, state.outer, params, **extra)
             _require_no_other_axis("multi_steps", gradient, results, axis_name)
@@ -379,8 +384,9 @@ def multi_steps(
             return results, begun._replace(round=state.round + 1, outer=outer)
 
         ends_round = state.mini_step >= every - 1
-        mean = jax.tree.map(add, state.inner, updates)
-        state = state._replace(mini_step=state.mini_step + 1, weight=total, inner=mean)
+        total = jax.tree.map(add, state.inner, updates)
+        weight += state.weight  # of a sum, so that both merge with those of another worker
+        state = state._replace(mini_step=state.mini_step + 1, weight=weight, inner=total)
         return _exchange_if(ends_round, exchange, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -114,7 +114,7 @@ def averaged(selector, positions, values, largest, mean, at_once):
         return means[0].dense(), weights
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "_workers_at_once", lambda layout: at_once)
+        patch.setattr(type(selector), "workers_at_once", at_once)
         found, weights = average(positions, values)
     np.testing.assert_array_equal(weights[1::2], 0.0)
     return found

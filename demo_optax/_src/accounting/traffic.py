@@ -86,7 +86,6 @@ def packet_bytes(
       27648
     """
     tx = tx_or_compression
-    checks.require_unwrapped(tx)
     if mesh is None and param_specs is not None:
         raise ValueError(
             f"param_specs={param_specs} say how a worker's devices share its parameters, but only "
@@ -264,6 +263,8 @@ def uplink_bytes(
     """
     checks.static_integer("sites", sites, at_least=1)
     checks.static_integer("workers_per_site", workers_per_site, at_least=1)
+    checks.static_integer("local_steps", local_steps, at_least=1)
+    require_divides(1 if fragments is None else fragments, local_steps, "local_steps")
     if sites == 1:
         return 0.0
     workers = sites * workers_per_site

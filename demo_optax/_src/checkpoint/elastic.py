@@ -159,8 +159,10 @@ def _added(plan: Plan, owed: tuple, message: Any) -> list:
             # The residual of what is under way is in the basis of the previous step.
             x = plan.compression.momentum_format.advance(x, sides, step)
             sections.append(section.selector.add(x, positions, factor.reshape(1, 1) * values))
-    rows = zip(plan.parts, plan.split_rows(sections), strict=True)
-    return [x for part, own in rows for x in part.pack(own)]
+    rows, added = zip(plan.parts, plan.split_rows(sections), strict=True), []
+    for part, own in rows:
+        added += part.pack(own, [jnp.zeros(x.stored_shape) for x in part.geometries])
+    return added
 
 
 def redistribute(x: np.ndarray, workers: int) -> np.ndarray:

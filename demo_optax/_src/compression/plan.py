@@ -108,10 +108,10 @@ class Part:
         pairs = zip(self.groups, momenta, strict=True)
         return [self.momentum_format.advance(m, group.sides, step) for group, m in pairs]
 
-    def pack(self, momenta: Momenta) -> list[Stored]:
-        """Returns momenta as one array per tensor; inverts `cut`."""
-        pairs = zip(self.geometries, self._of_tensors(momenta), strict=True)
-        return [x.reshape(geometry.stored_shape) for geometry, x in pairs]
+    def pack(self, momenta: Momenta, stored: Sequence[Stored]) -> list[Stored]:
+        """Returns momenta as one array per tensor, in place of the stored ones; inverts `cut`."""
+        pairs = zip(stored, self._of_tensors(momenta), strict=True)
+        return [x.reshape(old.shape) if old.size else old for old, x in pairs]
 
     def add(self, momenta: Momenta, message: Sequence[Rows]) -> Momenta:
         """Adds a message to the momenta."""
@@ -148,8 +148,7 @@ class Part:
             # The difference of two integers is exact, unlike that of two floats.
             words, old, new = (x.view(f"uint{8 * x.dtype.itemsize}") for x in (m, old, new))
             result.append(selector.add(words, at, new - old).view(m.dtype))
-        pairs = zip(self.pack(result), stored, strict=True)
-        return [new if old.size else old for new, old in pairs]
+        return self.pack(result, stored)
 
     def random_bits(
         self, seeds: UInt32[Array, "seeds"], specs: Sequence[Any]

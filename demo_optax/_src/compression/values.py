@@ -8,6 +8,7 @@ order a compiler multiplies and adds.
 
 import dataclasses
 import functools
+from numbers import Integral
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
@@ -128,7 +129,8 @@ class Quantiser:
         largest magnitude to the largest level, for codings that are fine enough.
 
     Raises:
-      ValueError: the levels are not such integers.
+      ValueError: the levels are not such integers, there are other than 1 to 32 bits, or the mean
+        level is not positive.
 
     Example:
       >>> import demo_optax
@@ -143,13 +145,19 @@ class Quantiser:
     scale_bits = SCALE_BITS
 
     def __post_init__(self):
+        checks.static_integer("bits", self.bits, at_least=1)
+        if self.mean_level is not None:
+            checks.in_interval("mean_level", self.mean_level, "(0, inf)")
         levels, most = self.levels, 2**self.bits
-        ascend = list(levels) == sorted(set(levels))
+        ascend = all(isinstance(x, Integral) for x in levels)
+        ascend = ascend and list(levels) == sorted(set(levels))
         largest = max(map(abs, levels), default=0)
-        if not (2 <= len(levels) <= most and ascend and levels[-1] == largest < 2**21):
+        may_be = self.bits <= 32 and 2 <= len(levels) <= most
+        if not (may_be and ascend and levels[-1] == largest < 2**21):
             raise ValueError(
-                f"levels must be 2 to {most} ascending integers, for bits={self.bits}, of which "
-                f"the last has the largest magnitude, below 2**21, not {levels}."
+                f"levels must be 2 to {most} ascending integers, for bits={self.bits}, which must "
+                "be at most 32, and the last must have the largest magnitude, below 2**21, not "
+                f"{levels}."
             )
 
     def encode(self, values: Float32[Array, "blocks k"]) -> CodedValues:

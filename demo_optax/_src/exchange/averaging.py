@@ -91,17 +91,23 @@ def average(
         values = tuple(v * scale for v in decoded.message.values)
         return decoded.message._replace(values=values), weights, factors
 
-    workers, at_once = len(packets), _workers_at_once(layout)
+    # Few packets are decoded together if they hold positions, else as many as together have no more
+    # values than there are coefficients.
+    workers, sections = len(packets), layout.sections
+    limits = [x.selector.workers_at_once for x in sections if x.selector.sends_positions]
+    dense = sum(x.num_blocks * x.selector.n for x in sections)
+    sent = sum(x.num_blocks * x.selector.k for x in sections)
+    at_once = min(limits, default=max(dense // max(sent, 1), 1))
     if workers <= at_once:
         message, weights, factors = weigh(packets, intact, caps, weights)
-        sections = zip(layout.sections, shared, *message, strict=True)
-        return [_mean_of_few(*section, weights, mean) for section in sections], factors
+        each = zip(sections, shared, *message, strict=True)
+        return [_mean_of_few(*section, weights, mean) for section in each], factors
 
     def add(sums, group):
         def add_packets(sums):
             message, weights, factors = weigh(*group)
-            sections = zip(layout.sections, sums, *message, strict=True)
-            return [_add(*section, weights) for section in sections], (weights, factors)
+            each = zip(sections, sums, *message, strict=True)
+            return [_add(*section, weights) for section in each], (weights, factors)
 
         def add_nothing(sums):
             none = jnp.zeros_like(group[3])
@@ -169,19 +175,6 @@ def _mean_of_sums(
     no_positions = jnp.zeros((1, section.num_blocks, 0), jnp.int32)
     dense = _ratio(total, divisor)[None]
     return SparseSum(no_positions, dense, AllCoefficients(section.selector.n))
-
-
-def _workers_at_once(layout: PacketLayout) -> int:
-    """Returns how many packets are decoded together, which are few if they hold positions.
-
-    Otherwise they are as many as together have no more values than there are coefficients.
-    """
-    selectors = [section.selector for section in layout.sections]
-    limits = [selector.workers_at_once for selector in selectors if selector.sends_positions]
-    if limits:
-        return min(limits)
-    dense = sum(s.num_blocks * s.selector.n for s in layout.sections)
-    return max(dense // max(sum(s.num_blocks * s.selector.k for s in layout.sections), 1), 1)
 
 
 def clip_factor(

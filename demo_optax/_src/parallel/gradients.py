@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._src import axes, checks, participation
-from demo_optax._src.arrays import energy, upcast
+from demo_optax._src.arrays import energy, in_dtype_of, upcast
 from demo_optax._src.axes import AxisName, axes_of
 from demo_optax._src.local_state import local_parameters
 from demo_optax._src.parallel import shards, worker_axis
@@ -205,7 +205,9 @@ def _gradients_on_device(
             scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
             # An infinite norm must not clip the gradient to zeros.
             scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
-            gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
+            gradient = jax.tree.map(
+                lambda g: in_dtype_of(upcast(g) * scale.astype(upcast(g).dtype), g), gradient
+            )
         return WorkerGradients(loss, aux, state, norm, gradient)
 
     return on_device

@@ -12,6 +12,7 @@ apart unseen.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed, zero_unless
 from demo_optax._src.axes import PARAM_SPECS, AxisName, sharded_axes
 from demo_optax._src.compression.settings import KNOWN, require_words
+from demo_optax._src.exchange.collectives import declare_equal
 from demo_optax._src.local_state import LocalStepsState, nodes
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
@@ -276,6 +278,12 @@ class Stacked(optax.GradientTransformationExtraArgs):
     def state_shardings(self) -> Callable:
         return self.update.state_shardings  # type: ignore[attr-defined]  # in copies, too
 
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
     def __iter__(self):
         raise TypeError(_INSIDE.format("another optax transformation, such as optax.chain"))
 
@@ -364,7 +372,7 @@ def update_stacked(
         program = update.trace(*args).jaxpr
         sent.append(axes.bytes_handed_over(program, axis_name))
         updates, new = update(*args)
-        updates = _frozen_zeros(program, updates, args, axis_name)
+        updates = _typed_as_equal(program, updates, args, axis_name)
         updates = shards.made_equal(updates, specs, True, axis_name)
         new = shards.made_equal(new, layout.state, layout.may_have_copies, axis_name)
         new = participation.keep_local_state(new, old, layout.varies_over_workers, participates)
@@ -426,11 +434,11 @@ def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     return sent[-1]
 
 
-def _frozen_zeros(program, updates, args, axis_name: AxisName):
-    """Replaces updates that are zero although their type says that they differ between workers.
+def _typed_as_equal(program, updates, args, axis_name: AxisName):
+    """Types updates as equal that are so, although their type says that they differ.
 
-    An update counts as zero if it depends on no parameter, on no argument that differs between
-    workers and not on their numbers, as with ``optax.set_to_zero``.
+    Those of ``optax.set_to_zero`` or ``jnp.ones_like(gradient)`` depend on no parameter, on no
+    argument that differs between workers and not on their numbers.
     """
     gradient, old, *others = args
     over = axes.names(axis_name)
@@ -447,7 +455,7 @@ def _frozen_zeros(program, updates, args, axis_name: AxisName):
 
     leaves, structure = jax.tree.flatten(updates)
     return structure.unflatten(
-        jnp.zeros(x.shape, x.dtype)
+        declare_equal(x, axis_name)
         if axes.varying(x).intersection(over) and not moves(number)
         else x
         for number, x in enumerate(leaves)
@@ -501,12 +509,13 @@ def init_opt_state(
 
     Returns:
       ``tx.init(params)``, where each leaf that differs between workers has a leading axis with
-      an entry for each of them, sharded as `state_specs` says. Momenta are those of each device's
+      an entry for each of them, sharded as `state_specs` says. Into random keys among them, such as
+      that of ``optax.add_noise``, the worker's number is folded. Momenta are those of each device's
       shard of its parameter. The state of simulated workers lies where their parameters do.
 
     Raises:
-      ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a
-        parameter cannot be divided as ``param_specs`` says.
+      ValueError: the mesh has no such axis; a parameter cannot be divided as ``param_specs`` says.
+        Whether ``tx`` exchanges over ``axis_name`` is seen by the first update.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -536,12 +545,21 @@ def init_stacked(tx, layout: StateLayout, params):
     tx = boxed_inside(tx, layout.params)
 
     def init(params):
-        return shards.made_equal(tx.init(params), layout.state, True, layout.axis_name)
+        of_worker = functools.partial(with_own_keys, axes.index(layout.axis_name))
+        own = jax.tree.map(of_worker, tx.init(params), layout.varies_over_workers)
+        return shards.made_equal(own, layout.state, True, layout.axis_name)
 
     on_workers = shards.map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
     # All parameters are kept, so that a state of zeros is bound to a device if they are.
     made_on_workers = jax.jit(on_workers, out_shardings=made, keep_unused=True)
     return made_on_workers(jax.device_put(unboxed(params), given))
+
+
+def with_own_keys(number: IntScalar, x: jax.Array, is_own: bool = True) -> jax.Array:
+    """Folds a worker's number into random keys of its own, and leaves other arrays as they are."""
+    if not (is_own and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+        return x
+    return jnp.vectorize(jax.random.fold_in, excluded={1})(x, number)
 
 
 def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
@@ -570,11 +588,8 @@ def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "da
     workers = shards.num_workers(mesh, axis_name)
 
     def stack(x):
-        x = jnp.asarray(x)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            numbers = jnp.arange(workers).reshape(-1, *[1] * x.ndim)
-            return jnp.vectorize(jax.random.fold_in)(x[None], numbers)
-        return jnp.broadcast_to(x, (workers, *x.shape))
+        stacked = jnp.broadcast_to(jnp.asarray(x), (workers, *jnp.shape(x)))
+        return jax.vmap(with_own_keys)(jnp.arange(workers), stacked)
 
     checks.shapes_of("state", state)
     stacked = jax.tree.map(stack, state)
