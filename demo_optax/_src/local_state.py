@@ -27,8 +27,8 @@ class LocalStepsState(NamedTuple):
         of the steps whose gradient was finite; differs between workers.
       displacement: a tree like the parameters, float32 or wider: the worker's own parameters minus
         the shared ones. With `multi_steps` it is ``()``.
-      inner: state of the inner optimizer, or with `multi_steps` the mean of the gradients so far,
-        float32 or wider; differs between workers.
+      inner: state of the inner optimizer, or with `multi_steps` the sum of the gradients so far,
+        times their weights, in float32 or wider; differs between workers.
       outer: state of the outer optimizer. With fragments its arrays have an axis of fragments in
         front, except for the metrics of the last exchange.
       pending: with fragments, the outbox of the one that was sent last; otherwise ``()``.
