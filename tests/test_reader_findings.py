@@ -416,10 +416,10 @@ def test_clipped_and_dense_gradients_need_no_promotion(dtype):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         params = {"w": jnp.ones((8, 8), dtype)}
         for tx in (
-            demo_optax.demo_sgd(0.1, SMALL, axis_name="data"),
-            optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1)),
+            demo_optax.demo_sgd(1.0, SMALL, axis_name="data"),
+            optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(1.0)),
         ):
-            found, *_ = trained(tx, params, BATCH.astype(dtype), workers.mesh_of(4), clip_norm=1.0)
+            found, *_ = trained(tx, params, BATCH.astype(dtype), workers.mesh_of(4), clip_norm=4.0)
             assert found["w"].dtype == dtype and np.any(found["w"] != params["w"])
 
 
