@@ -388,6 +388,43 @@ def test_each_worker_draws_noise_of_its_own(place):
     assert 0.4 < drawn < 0.6  # of one worker: 1
 
 
+@pytest.mark.parametrize("number", [2, 3, 4, 8])
+def test_workers_that_a_restore_makes_draw_noise_of_their_own(tmp_path, number):
+    tx = optax.chain(
+        optax.add_noise(1.0, 0.0, jax.random.key(0)),
+        demo_optax.demo_sgd(1.0, SMALL, axis_name="data"),
+    )
+    mesh, other = workers.mesh_of(4), workers.mesh_of(number)
+    begun = WEIGHTS, demo_optax.init_opt_state(tx, WEIGHTS, mesh)
+    restored = carried_over(tmp_path, begun, tx, mesh, other).opt_state
+    keys = [jax.random.key_data(x[0].rng_key) for x in (begun[1], restored)]
+    assert len(np.unique(keys[1], axis=0)) == number
+    assert np.array_equal(*keys) == (number == 4)
+
+
+def test_numbers_of_python_in_front_of_an_exchange_become_arrays_of_all_workers():
+    counts = optax.GradientTransformation(lambda _: {"n": 0.5}, lambda u, s, p=None: (u, s))
+    tx = optax.chain(counts, demo_optax.demo(0.1, SMALL, axis_name="data"))
+    state = demo_optax.init_opt_state(tx, WEIGHTS, workers.mesh_of(4))
+    np.testing.assert_array_equal(state[0]["n"], np.full(4, 0.5))
+
+
+def test_updates_that_tell_workers_apart_are_refused():
+    def permuted(updates, state, params=None):
+        ones = jax.tree.map(jnp.ones_like, updates)
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, "data", [(0, 1)]), ones), state
+
+    tx = optax.partition(
+        {
+            "a": demo_optax.demo(0.1, SMALL, axis_name="data"),
+            "b": optax.GradientTransformation(lambda _: optax.EmptyState(), permuted),
+        },
+        {"w": "a", "other": "b"},
+    )
+    with pytest.raises(ValueError, match="may differ between the workers"):
+        trained(tx, WEIGHTS | {"other": np.ones(2, np.float32)}, BATCH, workers.mesh_of(4))
+
+
 @pytest.mark.parametrize("fragments", [None, 2])
 def test_no_round_ends_while_the_caller_says_so(fragments):
     outer = demo_optax.demo_sgd(1.0, SMALL, axis_name="data")

@@ -18,7 +18,7 @@ from demo_optax._src.exchange.protocol import Pending
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.worker_axis import StateLayout
 
-FORMAT = 17
+FORMAT = 18
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
 
 PLAIN = bool, int, float, str
@@ -48,7 +48,7 @@ def describe(layout: StateLayout, opt_state) -> dict:
         return list({1 + inner.index(name) if name in inner else 0: None for name in names(entry)})
 
     over = {
-        _storable(path, x)[0]: [indices(entry) for entry in spec_at[path]]
+        storable(path, x)[0]: [indices(entry) for entry in spec_at[path]]
         for path, x in jax.tree.leaves_with_path(opt_state)
     }
 
@@ -93,7 +93,7 @@ def by_path(tree, part: str) -> dict:
     """Returns the leaves of a tree by their paths as they are stored, without empty arrays."""
     leaves = {}
     for path, x in jax.tree.leaves_with_path(tree):
-        name, stored = _storable(path, x)
+        name, stored = storable(path, x)
         try:
             _ = isinstance(stored, PLAIN) or tensorstore.dtype(stored.dtype)
         except (AttributeError, TypeError, ValueError):
@@ -107,7 +107,7 @@ def by_path(tree, part: str) -> dict:
     return leaves
 
 
-def _storable(path, x) -> tuple[str, Any]:
+def storable(path, x) -> tuple[str, Any]:
     """Returns a leaf's path, with its kind if the stored leaf does not show it, and that leaf."""
     name = keystr(path)
     if is_key(x):
@@ -121,7 +121,7 @@ def from_paths(leaves: dict[str, Any], like):
     """Inverts `by_path`, with the structure and the dtypes of another tree."""
 
     def restore(path, original):
-        is_empty, name = 0 in np.shape(original), _storable(path, original)[0]
+        is_empty, name = 0 in np.shape(original), storable(path, original)[0]
         x: Any = np.zeros(original.shape, original.dtype) if is_empty else leaves[name]
         if is_key(original):
             return wrap_keys(x, original)

@@ -10,13 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax._src.arrays import widest
-from demo_optax._src.checkpoint.description import by_path, from_paths, is_of_exchange, require_same
+from demo_optax._src.arrays import is_key, key_impl, widest
+from demo_optax._src.checkpoint.description import (
+    by_path,
+    from_paths,
+    is_of_exchange,
+    require_same,
+    storable,
+)
 from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.packet import Message
 from demo_optax._src.compression.settings import MomentumFormat, settings_of_text
 from demo_optax._src.exchange.protocol import divide
 from demo_optax._src.fragments import Cutter
+from demo_optax._src.parallel.worker_axis import with_own_keys
 
 
 def convert(state: dict, saved: dict, like, needed: dict):
@@ -26,7 +33,8 @@ def convert(state: dict, saved: dict, like, needed: dict):
     shapes, dtypes and shardings, as ``needed`` describes it. What exchanges keep goes back into the
     momenta.
     """
-    targets = by_path(like, "opt_state")
+    targets, leaves = by_path(like, "opt_state"), jax.tree.leaves_with_path(like)
+    impls = {storable(*leaf)[0]: key_impl(leaf[1]) for leaf in leaves if is_key(leaf[1])}
     kept = {k for x in (saved, needed) for k in x["over"] if is_of_exchange(k, x)}
     require_same("opt_state", targets.keys() - kept, state.keys() - kept)
     _require_same_format(saved, needed)
@@ -36,7 +44,8 @@ def convert(state: dict, saved: dict, like, needed: dict):
         if name in needed["words"]:
             x = np.full(target.shape, needed["words"][name], np.uint32)
         if needed["over"][name][:1] == [[0]]:
-            x = redistribute(x, needed["sizes"][0])
+            workers = needed["sizes"][0]
+            x = _keys(x, workers, impls[name]) if name in impls else redistribute(x, workers)
         if x.shape != target.shape:
             raise ValueError(
                 f"the optimizer state{name} was saved with shape {state[name].shape}, which does "
@@ -191,6 +200,15 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
     else:
         merged = grouped.max(axis=1)
     return np.repeat(merged, workers // groups, axis=0)
+
+
+def _keys(x: np.ndarray, workers: int, impl: str) -> np.ndarray:
+    """Returns the data of random keys for another number of workers, all of them different."""
+    if len(x) == workers:
+        return x
+    numbers = np.arange(workers)
+    keys = jax.random.wrap_key_data(jnp.asarray(x[numbers % len(x)]), impl=impl)
+    return np.asarray(jax.random.key_data(jax.vmap(with_own_keys)(jnp.asarray(numbers), keys)))
 
 
 def _require_same_format(saved: dict, needed: dict) -> None:

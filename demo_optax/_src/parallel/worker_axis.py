@@ -27,6 +27,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
+from jax.typing import ArrayLike
 
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed, zero_unless
@@ -434,11 +435,14 @@ def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     return sent[-1]
 
 
+_TELLS_WORKERS_APART = "axis_index", "ppermute", "reduce_scatter", "all_to_all", "callback"
+
+
 def _typed_as_equal(program, updates, args, axis_name: AxisName):
     """Types updates as equal that are so, although their type says that they differ.
 
     Those of ``optax.set_to_zero`` or ``jnp.ones_like(gradient)`` depend on no parameter, on no
-    argument that differs between workers and not on their numbers.
+    argument that differs between workers, and on nothing that tells workers apart.
     """
     gradient, old, *others = args
     over = axes.names(axis_name)
@@ -451,7 +455,7 @@ def _typed_as_equal(program, updates, args, axis_name: AxisName):
         wanted = [i == number for i in range(len(program.jaxpr.outvars))]
         kept, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
         depends = any(a and b for a, b in zip(used, may_move, strict=True))
-        return depends or "axis_index" in str(kept)
+        return depends or any(word in str(kept) for word in _TELLS_WORKERS_APART)
 
     leaves, structure = jax.tree.flatten(updates)
     return structure.unflatten(
@@ -555,9 +559,9 @@ def init_stacked(tx, layout: StateLayout, params):
     return made_on_workers(jax.device_put(unboxed(params), given))
 
 
-def with_own_keys(number: IntScalar, x: jax.Array, is_own: bool = True) -> jax.Array:
+def with_own_keys(number: IntScalar, x: ArrayLike, is_own: bool = True) -> ArrayLike:
     """Folds a worker's number into random keys of its own, and leaves other arrays as they are."""
-    if not (is_own and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+    if not (is_own and jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)):
         return x
     return jnp.vectorize(jax.random.fold_in, excluded={1})(x, number)
 

@@ -19,7 +19,7 @@ LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
 SIGNED_DRIFT = 1e-3  # up to which a member signs another's snapshot; measured: below 1e-6
 POLL_SECONDS = 0.25
 HEARD_SECONDS = 2.0  # between two looks for a snapshot that most have signed
-MOST_TURNS = 1000  # that are remembered
+MOST_TURNS = 100  # that are remembered, of all members
 STEPS_TO_JUDGE = 10  # at the least, whose members a step may not leave out
 
 Comparison = tuple[SnapshotIndex, float, Leaves | None]
@@ -167,7 +167,7 @@ class SnapshotTurns:
         find = functools.partial(snapshots.read_index, store, step, slot)
         try:
             while (index := find()) is None:
-                if any(snapshots.read_index(store, *x) for x in self._later(step)):
+                if any(snapshots.exists(store, *x) for x in reversed(self._later(step))):
                     return None  # its writer was gone, or skipped it
                 if self._closing.wait(POLL_SECONDS):
                     return None

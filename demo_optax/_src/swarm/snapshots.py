@@ -167,6 +167,10 @@ def read_index(store: Store, step: int, slot: int | None = None) -> SnapshotInde
     return index
 
 
+def exists(store: Store, step: int, slot: int | None = None) -> bool:
+    return store.get(_index_key(step, slot)) is not None
+
+
 def read(
     store: Store,
     index: SnapshotIndex,
