@@ -559,9 +559,10 @@ def init_stacked(tx, layout: StateLayout, params):
     return made_on_workers(jax.device_put(unboxed(params), given))
 
 
-def with_own_keys(number: IntScalar, x: ArrayLike, is_own: bool = True) -> ArrayLike:
+def with_own_keys(number: IntScalar, x: ArrayLike, is_own: bool = True) -> jax.Array:
     """Folds a worker's number into random keys of its own, and leaves other arrays as they are."""
-    if not (is_own and jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)):
+    x = jnp.asarray(x)
+    if not (is_own and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
         return x
     return jnp.vectorize(jax.random.fold_in, excluded={1})(x, number)
 
