@@ -5,7 +5,6 @@
 
 It prints each fault as it happens, and a report. The exit status is 1 where anything was lost (a
 worker that ended by itself, a step after which parameters differed, a hang) or settings are wrong.
-What the workers printed is kept then.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import itertools
 import os
 import pathlib
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -227,27 +225,24 @@ def spread(values: list[float]) -> str:
 
 def main(options: argparse.Namespace) -> int:
     console = Console(width=140)
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos-"))
-    with served(options.store, folder, options.seed) as place:
-        os.environ.update(place.environment)
-        chaos = Chaos(options, place, folder, console)
-        try:
-            chaos.run()
-        except TimeoutError as error:
-            chaos.hangs += 1
-            chaos.errors.append(str(error))
-            chaos.ended = time.time()
-        finally:
-            chaos.end()
-        store, owner = ObjectStore(place.url), (folder / "owner.key", folder / "owner.pub")
-        history = read_history(MembersOnly(store, *owner) if options.keys else store)
-        good = report(chaos, history, console)
-        if options.picture:
-            draw(history, str(options.picture))
-    if good:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        console.print(f"what the workers printed and logged is in {folder}", markup=False)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        with served(options.store, folder, options.seed) as place:
+            os.environ.update(place.environment)
+            chaos = Chaos(options, place, folder, console)
+            try:
+                chaos.run()
+            except TimeoutError as error:
+                chaos.hangs += 1
+                chaos.errors.append(str(error))
+                chaos.ended = time.time()
+            finally:
+                chaos.end()
+            store, owner = ObjectStore(place.url), (folder / "owner.key", folder / "owner.pub")
+            history = read_history(MembersOnly(store, *owner) if options.keys else store)
+            good = report(chaos, history, console)
+            if options.picture:
+                draw(history, str(options.picture))
     return 0 if good else 1
 
 
