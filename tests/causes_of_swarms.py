@@ -243,7 +243,7 @@ def manifest_that_leads_elsewhere():
         store = run.store("paris")
         Member(store).exchange(0, b"a packet")
         index = snapshots.write(store, 1, [np.ones(2, np.float32)], slot=0, head=HASH)
-        list(snapshots._counted(store, index, {}))
+        list(snapshots.counted_before(store, index))
 
 
 def two_processes_with_one_key():

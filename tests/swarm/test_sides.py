@@ -15,7 +15,16 @@ from demo_optax._src.swarm.slots import last_claim
 from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
 from demo_optax._src.swarm.steps import Said
 from demo_optax.swarm import Member
-from tests.members import NAMES, Run, everybody, exchange, physical, put_manifest, signed_manifest
+from tests.members import (
+    NAMES,
+    Run,
+    everybody,
+    exchange,
+    know_otherwise,
+    physical,
+    put_manifest,
+    signed_manifest,
+)
 from tests.swarms import together
 
 ONES = [np.ones(4, np.float32)]
@@ -178,6 +187,60 @@ def test_who_left_and_came_back_is_waited_for_again_when_it_dies(run):
     started = time.monotonic()
     assert sorted(exchange(paris, 4).packets) == [0]
     assert time.monotonic() - started >= paris._patient_wait > 1
+
+
+def joined_again(run, others):
+    """A third member that was killed, and comes back after the others have attested a snapshot."""
+    joined = [*others, run.member("oslo", deadline=None)]
+    for member in joined:
+        member.store.every = 5
+        member.go_on_from(snapshots.read_newest(member.store, ONES)[0])
+    for step in range(7):
+        everybody(joined, step)
+    for step in range(7, 12):
+        everybody(others, step)
+        if step == 9:
+            chain = dict(head=others[0].head(9), since=0, roster=run.roster().name)
+            index = snapshots.write(others[0].store, 10, ONES, slot=others[0].slot, **chain)
+            snapshots.attest(others[1].store, index)
+    again = run.member("oslo", deadline=None)
+    again.store.every = 5
+    again.go_on_from(snapshots.read_newest(again.store, ONES)[0])
+    for step in range(10, 12):
+        again.receive(step)
+    again.announce(12)
+    return again
+
+
+def test_who_has_just_joined_goes_on_with_one_when_the_third_is_late(run):
+    """It knows of the time before its snapshot who counted, so that it sees that most are there."""
+    paris, rome = others = run.members("paris", "rome", deadline=None)
+    again = joined_again(run, others)
+    started = time.monotonic()
+    results = everybody([rome, again], 12)
+    assert [sorted(x.packets) for x in results] == [[1, 2], [1, 2]]
+    assert time.monotonic() - started < 5.0
+    assert sorted(exchange(paris, 12).packets) == [1, 2]  # and was late
+
+
+def test_who_joins_takes_a_step_from_which_those_who_were_late_have_gone_on(run):
+    said = []
+    paris, _, oslo = joined = run.members(deadline=5.0)
+    everybody(joined, 0)
+    refs = [oslo.send(1, b"oslo  in 1")]
+    put_manifest(run, "oslo", 1, refs, oslo.head(0))
+    late = run.member("rome", deadline=5.0, tell=said.append)
+    late.receive(0)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(exchange, late, 1)
+        time.sleep(7.0)
+        know_otherwise(paris, 0, learned=-1e9)  # it has waited for long
+        paris.receive(1)
+        assert not waiting.done() and said[-1].startswith(
+            "step 1: others have decided it without paris, most of those who counted lately: waits "
+        )
+        paris.send(2, b"paris in 2")
+        assert sorted(waiting.result().packets) == [2]
 
 
 def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_back(run):
@@ -535,6 +598,17 @@ def test_who_goes_back_past_its_own_turns_writes_nothing_twice_and_signs_what_it
         each.close()
 
 
+def test_what_nobody_expects_of_a_snapshot_is_raised_at_the_next_turn(run, monkeypatch):
+    joined = begun(run, "paris", "rome", deadline=0.5)[0]
+    manifest, turns = everybody(joined, 0)[0].manifest, SnapshotTurns(joined[0], 2)
+    monkeypatch.setattr(snapshots, "write", lambda *_, **__: 1 / 0)
+    turns.take(2, ONES, 1, manifest._replace(packets=manifest.packets[:1]))
+    time.sleep(1.0)
+    with pytest.raises(ZeroDivisionError):
+        turns.take(4, ONES, 1, manifest._replace(packets=manifest.packets[:1]))
+    turns.close()
+
+
 def test_who_comes_later_takes_a_step_from_which_one_went_on_whose_others_were_taken_out(
     tmp_path, monkeypatch
 ):
@@ -564,6 +638,20 @@ def test_what_another_side_says_under_an_earlier_roster_is_seen(run):
     assert later.get(paris._steps.key(1, said)) is not None
     later._holds = [(0, 2)]
     assert later.get(paris._steps.key(1, said)) is None
+
+
+def test_who_says_something_else_under_another_roster_is_not_heard_twice(run):
+    (paris, rome), _ = begun(run, "paris", "rome")
+    everybody([paris, rome], 0)
+    paris.announce(1)
+    run.change(without=["oslo"])
+    for member in paris, rome:
+        member.store.look_for_roster()
+    paris.store.hold(1, run.roster().name)  # it has decided a step that rome has not
+    assert rome._steps.sent(1, [0]) == {}
+    said = paris.send(1, b"paris in 1")
+    assert rome._steps.sent(1, [0])[0].packet == said
+    assert len([x for x in physical(run, "packets/00000001") if ".000." in x]) == 1
 
 
 def test_who_stood_in_a_step_still_looks_for_its_packets_in_later_ones(run):

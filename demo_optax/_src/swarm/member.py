@@ -141,6 +141,7 @@ class Member:
         self._counted: dict[int, frozenset[MemberId]] = {}  # for members only
         self.judged_from = 0 if self._closed else sys.maxsize  # the first step that these need
         self._absent = -1, 0.0  # a step, and when it had no manifest yet
+        self._refused = -1, ""  # a step, and why its manifest is not taken yet
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._cut = 0  # the last step that went on without most of those who counted
@@ -402,8 +403,12 @@ class Member:
     def go_on_from(self, index: SnapshotIndex) -> None:
         """Goes on from a snapshot; for members only, the first step follows the hash of its index.
 
-        In an open run nobody asks what a snapshot follows.
+        Like the others it then knows who counted since the snapshot before, so that all judge alike
+        who is left out. In an open run nobody asks what a snapshot follows.
         """
+        counted: dict[int, frozenset[MemberId]] = {}
+        with contextlib.suppress(Damaged):  # then it knows those of the last steps
+            counted.update(snapshots.counted_before(self._closed, index) if self._closed else ())
         with self._lock:
             self.astray, self._cut, self._prefetched, self._ahead = None, 0, {}, []
             self._may_have_sent, self.is_unheard, head = True, False, index.head
@@ -412,6 +417,7 @@ class Member:
                 self._closed.begin(index.step, index.roster)
                 head = head if index.step else records.sha256(records.encode(index))
             self._decided = {index.step - 1: Decided(head, time.monotonic(), lost=index.lost)}
+            self._counted = counted
 
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:
@@ -475,10 +481,16 @@ class Member:
             has_left = self.store.get(records.left_key(member)) is not None
             self._left = self._left | said | ({member} if has_left else set())
         are_there = all(self._is_there(step, packet) for packet in manifest.packets)
-        others = {slot for slot, _ in self._left_out(step, slots)} - {self.slot}
-        if are_there and not others:  # it knows itself that it was late
+        others = {x for x in self._left_out(step, slots) if x[0] != self.slot}
+        if others:  # as it knows itself that it was late, so may they
+            gone_on = self._gone_on(manifest)
+            others = {x for x in others if x[0] not in gone_on}
+        if are_there and not others:
             return True
         if self._is_patient(step):
+            names = ", ".join(map(self.name_of, sorted(others)))
+            without = f"without {names}, most of those who counted lately"
+            self._refused = step, without if others else "with packets that it cannot read"
             return False
         self._cut = step
         return True
@@ -504,7 +516,7 @@ class Member:
 
         These are all since the last attested snapshot, so that they are not left out by halves.
         """
-        counted = [x for n, x in self._counted.items() if self._cut <= n < step]
+        counted = [x for n, x in self.counted.items() if self._cut <= n < step]
         left = {slot for slot, _ in self._left} - slots
         return sides.left_out(
             counted, slots, lambda slot: slot not in left and self._steps.has(step, slot)
@@ -530,7 +542,7 @@ class Member:
         votes = self._votes(closed, fork, mine, own, stored, said, thorough)
         others = {head: slots - {self.slot} for head, slots in votes.items() if head != mine}
         if thorough and any(others.values()):
-            counted = [x for n, x in self._counted.items() if n < fork]
+            counted = [x for n, x in self.counted.items() if n < fork]
             voters = {slot for slot, _ in set().union(*counted) if self._steps.has(fork, slot)}
             signed = snapshots.signed_by_most(closed, fork, voters)
             if signed is not None and self.head(signed.step - 1) != signed.head:
@@ -660,6 +672,11 @@ class Member:
                 names = ", ".join(map(self.name_of, missing))
                 if self._closed and self._closed.missing:
                     what = f"waits, since {self._closed.missing}"
+                elif self._refused[0] == step:
+                    what = (
+                        f"others have decided it {self._refused[1]}: waits {waited:.0f} of at most "
+                        f"{self._patient_wait:.0f} s until it goes on from there"
+                    )
                 elif len(arrived) >= self.min_workers:
                     what = f"waits for {names}, {waited:.0f} of at most {deadline:.0f} s"
                 else:

@@ -186,6 +186,10 @@ class MembersOnly(Store):
 
     def put(self, key: str, data: bytes) -> None:
         self.inner.put(self._name(key), self._sealed(key, data))
+        if _OWN.match(key) and records.step_in(key) is not None:  # what it said there before
+            names = {self._name(key, number) for number in self._numbers(key)}
+            if others := names - {self._name(key)}:
+                self.inner.delete(sorted(others))
 
     def create(self, key: str, data: bytes) -> bool:
         """Writes an object unless a valid one exists; what is not valid is overwritten.
@@ -207,12 +211,7 @@ class MembersOnly(Store):
     def get(self, key: str) -> bytes | None:
         if _SETTINGS.fullmatch(key):
             return self._settings_of_others(key)
-        step, newest = records.step_in(key), len(self._secrets)
-        held = self.number_at(step)
-        # For others a later one may hold there, or still the one of the step before.
-        before = (self.number_at(step - 1) or held) if step else held
-        numbers = [*range(held, newest + 1), *range(before, held)]
-        for number in numbers if held else range(newest, 0, -1):
+        for number in self._numbers(key):
             with contextlib.suppress(Damaged):  # much too large
                 data = self.inner.get(self._name(key, number))
                 body = data if _PART.fullmatch(key) else self._opened(key, data)
@@ -245,6 +244,15 @@ class MembersOnly(Store):
         """Returns the number of the roster under which this member writes an object."""
         newest = self._holds[-1][1] if self._holds else self.roster.number
         return self.number_at(records.step_in(key)) or newest
+
+    def _numbers(self, key: str) -> Sequence[int]:
+        """Returns the numbers of rosters under which an object may be, the likeliest first."""
+        step, newest = records.step_in(key), len(self._secrets)
+        if not (held := self.number_at(step)):
+            return range(newest, 0, -1)
+        # For others a later one may hold there, or still the one of the step before.
+        before = (self.number_at(step - 1) or held) if step else held
+        return [*range(held, newest + 1), *range(before, held)]
 
     def _name(self, key: str, number: int = 0) -> str:
         """Returns the name of an object under a roster; who was taken out knows earlier ones."""

@@ -74,6 +74,8 @@ class SnapshotTurns:
         elif not snapshots.is_finite(shared[:num_params]):
             self._warn(step, "was not written, since this worker's parameters are not finite")
         else:
+            if self._written:
+                self._written.result()  # raises what nobody expected
             self._written = self._threads.submit(self._write, step, shared, self._chain(step))
 
     def comparison(self) -> Comparison | None:

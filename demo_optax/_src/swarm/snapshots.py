@@ -110,7 +110,7 @@ def is_attested(
         return index.step == 0
     unseen, awaited = set(store.roster.members()), set()
     with contextlib.suppress(Damaged):
-        for counted in _counted(store, index, known or {}):
+        for _, counted in counted_before(store, index, known):
             awaited |= {x for x in counted if x[0] in unseen - signed}
             unseen -= {slot for slot, _ in counted}
             if len(awaited) >= len(signed):
@@ -121,16 +121,18 @@ def is_attested(
     return False
 
 
-def _counted(
-    store: MembersOnly, index: SnapshotIndex, known: Mapping[int, frozenset[MemberId]]
-) -> Iterator[frozenset[MemberId]]:
-    """Yields who counted in each step before a snapshot, the last one first.
+def counted_before(
+    store: MembersOnly,
+    index: SnapshotIndex,
+    known: Mapping[int, frozenset[MemberId]] | None = None,
+) -> Iterator[tuple[int, frozenset[MemberId]]]:
+    """Yields the steps since the last attested snapshot, from the last one on, and who counted.
 
     Raises `Damaged` where the manifests do not lead to the snapshot.
     """
     steps, found = range(index.step - 1, index.since - 1, -1), []
-    if all(step in known for step in steps):
-        yield from map(known.__getitem__, steps)
+    if known and all(step in known for step in steps):
+        yield from ((step, known[step]) for step in steps)
         return
     head, lost = index.head, index.lost
     for number, step in enumerate(steps):
@@ -143,7 +145,7 @@ def _counted(
         if not follows or len(manifest.packets) < store.min_workers or not all(signed):
             raise Damaged(f"{index.file!r} must follow from the manifest of step {step}.")
         head, lost = manifest.previous, manifest.lost
-        yield manifest.members
+        yield step, manifest.members
 
 
 def _index_key(step: int, slot: int | None) -> str:
