@@ -147,8 +147,15 @@ class Swarm:
       fault: what must never happen, if it did.
     """
 
-    def __init__(self, rng: random.Random, number: int, keys: pathlib.Path | None, verbose: bool):
-        self.rng, self.keys, self.is_verbose = rng, keys, verbose
+    def __init__(
+        self,
+        rng: random.Random,
+        number: int,
+        keys: pathlib.Path | None,
+        deadline: float | None = DEADLINE,
+        verbose: bool = False,
+    ):
+        self.rng, self.keys, self.deadline, self.is_verbose = rng, keys, deadline, verbose
         self.world, self.objects, self.present = World(), Objects(), NAMES[:number]
         self.least, self.every = rng.randint(1, 2), rng.choice((3, 6))
         self.rates = {x: rng.choice((1.0, 1.0, 0.8, 1.25)) for x in NAMES}  # of clocks
@@ -215,7 +222,7 @@ class Swarm:
         place: Store = Link(self, name)
         if self.keys:
             place = MembersOnly(place, self.keys / f"{name}.key", self.keys / "owner.pub")
-        settings: Any = dict(slots=SLOTS, deadline=DEADLINE, min_workers=self.least)
+        settings: Any = dict(slots=SLOTS, deadline=self.deadline, min_workers=self.least)
         tell = functools.partial(self.say, name)
         member = Member(place, "" if self.keys else name, tell=tell, **settings)
         trainer = SwarmWorker(abs, OPTIMIZER, self._mesh, member, snapshot_every=self.every)

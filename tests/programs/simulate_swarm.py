@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tests.virtual_swarm import DOCUMENTED, NAMES, RESTART, SLOTS, Swarm, write_keys
+from tests.virtual_swarm import DEADLINE, DOCUMENTED, NAMES, RESTART, SLOTS, Swarm, write_keys
 
 TROUBLED, CALM, SILENT = 90.0, 400.0, 60.0  # seconds
 TOGETHER = 3  # steps that all take alike
@@ -175,7 +175,8 @@ def simulate(options: argparse.Namespace, seed: int, keys: pathlib.Path) -> Swar
         kinds = options.kinds or rng.sample(possible, rng.randint(1, 4))
         troubles = draw_troubles(rng, kinds, NAMES[:number], options.troubles)
         numbers.extend(range(len(troubles))) if not numbers else None
-        swarm = Swarm(rng, number, keys if options.closed else None, options.verbose)
+        closed = keys if options.closed else None
+        swarm = Swarm(rng, number, closed, options.deadline or None, options.verbose)
         with swarm.in_virtual_time():
             go(swarm, [x for n, x in enumerate(troubles) if n not in left_out])
         return swarm
@@ -202,6 +203,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", help="of troubles; by default a few in each run")
     parser.add_argument("--without", help="numbers of troubles to leave out, such as 0,3")
     parser.add_argument("--closed", action="store_true", help="for members only")
+    parser.add_argument(
+        "--deadline", type=float, default=DEADLINE, help="0 for three median steps, as by default"
+    )
     parser.add_argument("--verbose", action="store_true", help="with each step and object")
     options = parser.parse_args(words)
     ranges = [range(*map(int, x.split(":"))) for x in options.seeds]
