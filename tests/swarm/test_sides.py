@@ -164,6 +164,14 @@ def test_a_run_goes_on_from_its_snapshot_once_most_are_taken_out(run):
     assert index.step == 4 and [sorted(exchange(alone, n).packets) for n in (4, 5)] == [[0], [0]]
 
 
+def test_members_who_began_a_run_twice_from_equal_parameters_are_in_one_run(run):
+    (paris,), first = begun(run, "paris", deadline=5.0, min_workers=2)
+    run.anybody.delete(physical(run, "snapshots"))
+    (rome,), again = begun(run, "rome", deadline=5.0, min_workers=2)
+    assert first.file != again.file
+    assert [sorted(x.packets) for x in everybody([paris, rome], 0)] == [[0, 1]] * 2
+
+
 def test_no_member_writes_another_beginning_of_a_run_that_has_begun(run):
     joined, first = begun(run, deadline=0.3)
     everybody(joined, 0)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
-FORMAT = 9  # of the store's objects and of packets; all workers of a run have the same
+FORMAT = 10  # of the store's objects and of packets; all workers of a run have the same
 
 MOST_TOKENS = 10**16 - 1  # of a packet
 
