@@ -143,9 +143,9 @@ class Chaos:
         """Notes hangs, and workers that ended by themselves, which are started again."""
         if lag(self.workers) > self.options.hang:
             raise TimeoutError(f"a worker took no step for {self.options.hang:.0f} s")
-        if late := [worker.name for worker in self.workers if worker.joining_for > LONGEST_JOIN]:
-            raise TimeoutError(f"{', '.join(late)} did not join within {LONGEST_JOIN:.0f} s")
         for worker in self.workers:
+            if worker.joining_for > LONGEST_JOIN:
+                raise TimeoutError(f"{worker.name} did not join, and said: {worker.last_words()}")
             if not worker.alive and not (finished and worker.held_out() is not None):
                 if worker.wait(0) == 2:  # the trainer refuses its settings, and always would
                     sys.exit(worker.last_words())

@@ -101,7 +101,7 @@ def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
 
     class Server(ThreadingHTTPServer):
-        daemon_threads = True
+        request_queue_size = 128  # connections that are not accepted yet
 
         def handle_error(self, request, client_address):
             """A worker that was killed in the middle of a request is no news."""
