@@ -46,7 +46,7 @@ def is_valid(
 ) -> bool:
     """Tells whether members have signed enough packets, and the owner the named roster.
 
-    Half of them are still members, or one who still is has gone on from it. At the time ``absent``
+    Half of them are still members, or somebody who is one has gone on from it. At the time ``absent``
     there was no manifest. One that came long after this member knew its roster, and names an
     earlier one, is by somebody to whom that was shown again.
     """
@@ -63,7 +63,7 @@ def is_valid(
         return False
     members = store.roster.members()
     stayed = {n for n in listed if held.get(n) == members.get(n)}
-    return 2 * len(stayed) >= len(listed) or not stayed.isdisjoint(said.followers(manifest))
+    return 2 * len(stayed) >= len(listed) or bool(said.followers(manifest))
 
 
 def left_out(
