@@ -251,6 +251,24 @@ def test_who_joins_takes_a_step_from_which_those_who_were_late_have_gone_on(run)
         assert sorted(waiting.result().packets) == [2]
 
 
+def test_who_lacks_a_step_that_others_are_past_goes_on_from_their_snapshot(run):
+    said = []
+    run.change(without=["oslo"])
+    joined, first = begun(run, "paris", "rome", deadline=0.3)
+    for step in range(3):
+        everybody(joined, step)
+    chain = dict(head=joined[0].head(2), since=2, roster=run.roster().name)
+    snapshots.attest(joined[1].store, snapshots.write(joined[0].store, 3, ONES, slot=0, **chain))
+    gone = [x for x in physical(run, "manifests") if x.endswith(".00000001")]
+    run.anybody.delete(gone)
+    run.change("oslo")
+    late = run.member("oslo", deadline=0.3, tell=said.append)
+    late.go_on_from(first)
+    late.receive(0)
+    assert exchange(late, 1).swept and late.astray
+    assert "step 1: most members have signed a later snapshot: it goes back to a snapshot" in said
+
+
 def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_back(run):
     said = []
     paris, rome, _ = joined = run.members(deadline=5.0, tell=said.append)

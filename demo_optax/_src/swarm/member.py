@@ -527,6 +527,11 @@ class Member:
         self.astray = f"{why}: it goes back to a snapshot"
         self.tell(f"{self.unit} {step}: {self.astray}")
 
+    def _look_for_later_snapshot(self, step: int) -> None:
+        """Goes there if the others are past this step, whose manifest somebody has taken away."""
+        if any(later > step for later in snapshots.attested_steps(self.store, number=1)):
+            self._go_back(step, "most members have signed a later snapshot")
+
     def _compare_chains(self, closed: MembersOnly, step: int, within: range | None = None) -> bool:
         """Tells whether no other side is larger than its own; looks at some steps, or at all.
 
@@ -637,6 +642,8 @@ class Member:
                 if is_due:
                     self._compared_at, within = looked, None if away else self._next_steps(step)
                 compared, is_ahead = away, self._compare_chains(self._closed, step, within)
+                if is_due and looked - started > self._patient_wait:
+                    self._look_for_later_snapshot(step)
             if self.astray:
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()

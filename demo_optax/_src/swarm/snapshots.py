@@ -233,7 +233,8 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
                     continue
                 if is_attested(store, index):
                     return index, read(store, index, like=own)
-                failures.append(f"most of those before have not signed that of step {step}")
+                unsigned = f"most of those before have not signed that of step {step}"
+                failures.append(f"{unsigned}, or are in the roster no more")
             except Damaged as error:
                 failures.append(str(error))
         found = _newest(store)
