@@ -46,9 +46,9 @@ def is_valid(
 ) -> bool:
     """Tells whether members have signed enough packets, and the owner the named roster.
 
-    Half of them are still members, or somebody who is one has gone on from it. At the time ``absent``
-    there was no manifest. One that came long after this member knew its roster, and names an
-    earlier one, is by somebody to whom that was shown again.
+    Half of them are still members, or somebody who is one has gone on from it. At the time
+    ``absent`` there was no manifest. One that came long after this member knew its roster, and
+    names an earlier one, is by somebody to whom that was shown again.
     """
     signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)
     listed, held = slots_of(manifest), store.members(step)
