@@ -45,14 +45,7 @@ class SnapshotTurns:
         self._closing = threading.Event()
         member.repeat = self._sign_again
 
-    def take(
-        self,
-        step: int,
-        shared: Leaves,
-        num_params: int,
-        manifest: Manifest,
-        is_past: bool = False,
-    ) -> None:
+    def take(self, step: int, shared: Leaves, num_params: int, manifest: Manifest) -> None:
         """Writes a snapshot of the arrays before a step, or compares them with its writer's.
 
         The members of the manifest, which all workers know, take turns. A worker that still writes
@@ -62,7 +55,7 @@ class SnapshotTurns:
         writer, self._last = members[step // self.every % len(members)], max(step, before)
         self._turns.append((step, self._slot_in_index(writer)))
         if writer != self.member.me:
-            if self._compared is None or (is_past and self._compared.done()):
+            if self._compared is None or self._compared.done():
                 chain, slot = self._chain(step), self._slot_in_index(writer)
                 self._compared = self._threads.submit(
                     self._compare, step, slot, shared, num_params, chain

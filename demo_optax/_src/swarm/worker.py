@@ -460,9 +460,7 @@ class SwarmWorker:
             self.member.end_if_leaving()
         return self.member.manifest(self.number) is not None
 
-    def _apply(
-        self, result: ExchangeResult, params, opt_state, is_past: bool = False
-    ) -> tuple[Any, Any]:
+    def _apply(self, result: ExchangeResult, params, opt_state) -> tuple[Any, Any]:
         """Applies the packets; goes on to the next exchange, or to a snapshot if some are swept."""
         self.number += 1
         if self._outbox is not None:
@@ -482,7 +480,7 @@ class SwarmWorker:
         if result.swept:  # what was missed stands in later snapshots only
             return self._jump(params, opt_state, self.number)
         if self.number % self.every == 0:
-            self._take_snapshot(params, opt_state, result.manifest, is_past)
+            self._take_snapshot(params, opt_state, result.manifest)
         return params, opt_state
 
     def _say_what_was_damaged(self) -> None:
@@ -504,7 +502,7 @@ class SwarmWorker:
             if steps and steps % READ_AT_ONCE == 0:
                 by_lead(lambda: self.member.read_ahead(self.number, READ_AT_ONCE))
             result = by_lead(lambda: self.member.receive(self.number))
-            params, opt_state = self._apply(result, params, opt_state, is_past=True)
+            params, opt_state = self._apply(result, params, opt_state)
             steps += 1
             if steps % LOG_EVERY_STEPS == 0 and self._member is not None:
                 self._member.tell(f"catches up, now at {self._member.unit} {self.number - 1}")
@@ -528,9 +526,9 @@ class SwarmWorker:
         self.number = index.step
         return replace_leaves(self._programs.shardings, params, opt_state, leaves)
 
-    def _take_snapshot(self, params, opt_state, manifest: Manifest, is_past: bool) -> None:
+    def _take_snapshot(self, params, opt_state, manifest: Manifest) -> None:
         shared = [np.array(to_host(x)) for x in shared_leaves(params, opt_state)]
-        taken = self.number, shared, len(jax.tree.leaves(params)), manifest, is_past
+        taken = self.number, shared, len(jax.tree.leaves(params)), manifest
         by_lead(lambda: self._turns.take(*taken) if self._turns else None)
 
     def _adopt(self, params, opt_state) -> tuple[Any, Any, float | None]:
