@@ -70,7 +70,6 @@ class SnapshotIndex(NamedTuple):
     step: int  # the first one after the snapshot
     file: str  # the folder of its parts
     parts: int
-    sha256: str  # of all parts together
     digest: str  # of the arrays
     head: str = ""  # of the step before
     since: int = 0  # the step of the last snapshot that was attested
@@ -94,7 +93,6 @@ _PATTERNS = {  # of the JSON of each field
     "nonce": _TEXT,
     "file": r'"snapshots/\d{8,10}/[0-9a-f]{32}"',
     "parts": _COUNT,
-    "sha256": _HASH,
     "digest": _HASH,
     "head": f'""|{_HASH}',
     "since": _COUNT,
