@@ -171,7 +171,7 @@ class SnapshotTurns:
                 if may_sign:
                     self._sign(index)
                 return index, 0.0, None
-            leaves = snapshots.read(store, index, own, before_part=self.member.wait_for_transfers)
+            leaves = snapshots.read(store, index, own)
         except (OSError, Damaged) as error:
             self._warn(step, f"was not compared: {error}")
             return None

@@ -173,25 +173,13 @@ def exists(store: Store, step: int, slot: int | None = None) -> bool:
     return store.get(_index_key(step, slot)) is not None
 
 
-def read(
-    store: Store,
-    index: SnapshotIndex,
-    like: Leaves,
-    before_part: Callable[[], object] | None = None,
-) -> Leaves:
-    """Reads arrays with the shapes and dtypes of ``like``; raises `Damaged` for all others.
-
-    The parts are read together, or one after another if there is something to do ``before_part``.
-    """
+def read(store: Store, index: SnapshotIndex, like: Leaves) -> Leaves:
+    """Reads arrays with the shapes and dtypes of ``like``; raises `Damaged` for all others."""
     other = f"{index.file!r} is damaged, or of another model or dtype: use those of the run"
     size = sum(x.nbytes for x in like)
     if index.parts != math.ceil(size / PART):
         raise Damaged(other)
-    keys = [_part_key(index.file, number) for number in range(index.parts)]
-    if before_part is None:
-        parts = in_parallel(store.get, keys)
-    else:
-        parts = [(before_part(), store.get(key))[1] for key in keys]
+    parts = in_parallel(store.get, [_part_key(index.file, n) for n in range(index.parts)])
     if None in parts:
         raise Damaged(
             f"{index.file!r} has vanished while it was read, which happens if newer snapshots come "
