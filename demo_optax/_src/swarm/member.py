@@ -26,7 +26,7 @@ from demo_optax._src.swarm.records import (
     SwarmError,
 )
 from demo_optax._src.swarm.sides import Decided
-from demo_optax._src.swarm.slots import claim, read_claim
+from demo_optax._src.swarm.slots import claim, manifest_of, manifests_of, read_claim
 from demo_optax._src.swarm.steps import Said, Steps
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
@@ -541,7 +541,7 @@ class Member:
         thorough = within is None
         known = {n: x.manifest for n, x in sorted(self._decided.items()) if x.manifest}
         own = {n: manifest for n, manifest in known.items() if within is None or n in within}
-        stored = self._stored([*own, step])
+        stored = manifests_of(self.store, [*own, step])
         fork = sides.first_fork(own, stored, step)
         mine = own[fork].previous if fork in own else self.head(fork - 1)
         said = self._steps.read(fork) if thorough or fork < step else self._steps.packets(step)
@@ -606,15 +606,6 @@ class Member:
             return set()
         left = {slot for slot, _ in self._left}
         return {x for x in self._known(step - 1).slots if self._steps.has(step, x)} - left
-
-    def _stored(self, steps: Iterable[int]) -> dict[int, Manifest]:
-        """Returns the manifests that the store has of some steps, whatever this worker knows."""
-        stored, keys = {}, {n: records.step_key("manifests", n) for n in steps}
-        found = self._read_all(keys.values())
-        for n, key in keys.items():
-            with contextlib.suppress(Damaged):
-                stored[n] = records.decode(Manifest, found.get(key))
-        return stored
 
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
@@ -734,38 +725,35 @@ class Member:
         """
         if not self._steps.may_decide(step):
             return False
-        with contextlib.suppress(Damaged):
-            there = records.decode(Manifest, self._get(records.step_key("manifests", step)))
-            last = self._known(step - 1)
-            counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
-            if self.slot not in counted and there.previous == proposed.previous:
-                return False
-            is_valid = self._is_valid(closed, step, there)
-            here, listed = sides.slots_of(proposed), sides.slots_of(there)
-            is_same = is_valid and there.previous == proposed.previous
-            # Those who decided without the others may have applied it, and sent nothing since.
-            decided = listed if is_same and listed < here else set()
-            if len(decided) >= len(here - decided):  # known without reading what follows
-                return False
-            gone_on = set(self._gone_on(there))
-            if there.previous != proposed.previous:  # who is here has come back from there
-                gone_on -= here
-            if not is_valid:
-                gone_on -= {self.slot}  # in an earlier process, with other settings
-            gone_on |= decided
-            return len(gone_on) < len(here - gone_on)
-        return True
+        if (there := manifest_of(self.store, step)) is None:
+            return True
+        last, is_same = self._known(step - 1), there.previous == proposed.previous
+        counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
+        if self.slot not in counted and is_same:
+            return False
+        is_valid = self._is_valid(closed, step, there)
+        here, listed = sides.slots_of(proposed), sides.slots_of(there)
+        # Those who decided without the others may have applied it, and sent nothing since.
+        decided = listed if is_valid and is_same and listed < here else set()
+        if len(decided) >= len(here - decided):  # known without reading what follows
+            return False
+        gone_on = set(self._gone_on(there))
+        if not is_same:  # who is here has come back from there
+            gone_on -= here
+        if not is_valid:
+            gone_on -= {self.slot}  # in an earlier process, with other settings
+        gone_on |= decided
+        return len(gone_on) < len(here - gone_on)
 
     def _gone_on(self, manifest: Manifest) -> dict[int, int]:
         """Returns the last steps in which slots have followed a manifest or its successors."""
         gone_on: dict[int, int] = {}
-        with contextlib.suppress(Damaged):
-            for later in range(manifest.step + 1, manifest.step + 1 + MOST_FOLLOWED):
-                gone_on |= dict.fromkeys(self._steps.followers(manifest), later)
-                there = records.decode(Manifest, self._get(records.step_key("manifests", later)))
-                if there.previous != records.head(manifest, there.lost):
-                    break
-                manifest = there
+        for later in range(manifest.step + 1, manifest.step + 1 + MOST_FOLLOWED):
+            gone_on |= dict.fromkeys(self._steps.followers(manifest), later)
+            there = manifest_of(self.store, later)
+            if there is None or there.previous != records.head(manifest, there.lost):
+                break
+            manifest = there
         return gone_on
 
     def _await_manifest(self, step: int) -> Manifest:

@@ -95,15 +95,23 @@ def read_claim(store: Store, member: MemberId) -> Claim:
     return Claim(f"slot {member[0]}", "", 0.0)
 
 
+def manifest_of(store: Store, step: int) -> Manifest | None:
+    """Returns the manifest of a step that the store has now, if it can be read."""
+    with contextlib.suppress(Damaged):
+        return records.decode(Manifest, store.get(records.step_key("manifests", step)))
+    return None
+
+
+def manifests_of(store: Store, steps: Collection[int]) -> dict[int, Manifest]:
+    """Returns those of some steps."""
+    found = in_parallel(lambda step: manifest_of(store, step), steps)
+    return {n: manifest for n, manifest in zip(steps, found, strict=True) if manifest is not None}
+
+
 def last_manifests(store: Store, number: int | None = None) -> list[Manifest]:
     """Returns all readable manifests in order, or those of the last ``number`` steps."""
-
-    def read(step: int) -> Manifest | None:
-        with contextlib.suppress(Damaged):
-            return records.decode(Manifest, store.get(records.step_key("manifests", step)))
-
     steps = records.steps_of(store.names("manifests"))[-(number or 0) :]
-    return [manifest for manifest in in_parallel(read, steps) if manifest is not None]
+    return list(manifests_of(store, steps).values())
 
 
 def _choose(store: Store, worker: str, newest: dict[int, tuple[int, Claim]], slots: int) -> int:
