@@ -26,7 +26,7 @@ from demo_optax._src.swarm.records import (
     SwarmError,
 )
 from demo_optax._src.swarm.sides import Decided
-from demo_optax._src.swarm.slots import claim, manifest_of, manifests_of, read_claim
+from demo_optax._src.swarm.slots import claim, manifests_of, read_claim
 from demo_optax._src.swarm.steps import Said, Steps
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
@@ -152,9 +152,8 @@ class Member:
         self._vain: dict[int, int] = {}  # the last step in which others waited for a slot in vain
         self._packets: dict[PacketRef, bytes] = {}  # of the current step
         self._sent: dict[int, tuple] = {}  # its own last two: what `send` of the steps takes
-        self._prefetched: dict[str, bytes] = {}
-        self._ahead: list[str] = []  # packets to read next, in order,
-        self._most_ahead = slots  # and how many of them at once
+        self._ahead: dict[int, Manifest] = {}  # what was read ahead
+        self._prefetched: dict[str, bytes] = {}  # and its packets
         self._packet_bytes: int | None = None  # of a packet that may count, if it is known
         self._wrong: set[MemberId] = set()  # senders of other packets, which were told
         self._names: dict[MemberId, str] = {}
@@ -212,7 +211,6 @@ class Member:
         if isinstance(store := self._object_store, ObjectStore):
             store.packet_bytes = max(PART, 2 * packet_bytes)
         self._packet_bytes = packet_bytes
-        self._most_ahead = min(self.slots, AHEAD_BYTES // packet_bytes)
         size = packet_bytes / 1e6
         self.tell(
             f"the packets of {self.slots} slots take {self.slots * size:,.1f} MB of the devices' "
@@ -317,26 +315,15 @@ class Member:
         self._packets = {}
         self._last_time = None  # otherwise the next duration would contain the catching up
         manifest = self._await_manifest(step)
-        while self._ahead and self._ahead[0].startswith(records.step_key("packets", step)):
-            now, self._ahead = self._ahead[: self._most_ahead], self._ahead[self._most_ahead :]
-            self._prefetched |= self._read_all(now)
         return self._fetch(manifest, is_past=True)
 
     def read_ahead(self, first: int, steps: int) -> None:
-        """Reads the manifests of the next steps at once, and lets `receive` read packets ahead.
-
-        It reads no more of these at once than there are slots, and at most 100 MB.
-        """
-        manifests = [records.step_key("manifests", first + n) for n in range(steps)]
-        self._prefetched = self._read_all(manifests)
-        if len(self._prefetched) < steps:  # so that a replay ends even if it is not faster
-            self.announce(first + len(self._prefetched) + STEPS_TO_ANNOUNCE)
-        packets = []
-        for data in self._prefetched.values():
-            with contextlib.suppress(Damaged):
-                manifest = records.decode(Manifest, data)
-                packets += [self._steps.key(manifest.step, x) for x in manifest.packets]
-        self._ahead = packets if self._most_ahead else []
+        """Reads the manifests of the next steps at once, and at most 100 MB of their packets."""
+        self._ahead = manifests_of(self.store, range(first, first + steps))
+        if len(self._ahead) < steps:  # so that a replay ends even if it is not faster
+            self.announce(first + len(self._ahead) + STEPS_TO_ANNOUNCE)
+        packets = [self._steps.key(n, x) for n, m in self._ahead.items() for x in m.packets]
+        self._prefetched = self._read_all(packets[: AHEAD_BYTES // (self._packet_bytes or 1)])
 
     def manifest(self, step: int) -> Manifest | None:
         """Returns which packets count in a step, or None if it is not decided."""
@@ -345,11 +332,11 @@ class Member:
                 return known
             key, looked = records.step_key("manifests", step), time.monotonic()
             try:
-                data = self._get(key)
-                if data is None:
-                    self._absent = step, looked
-                    return None
-                manifest = records.decode(Manifest, data, key)
+                if (manifest := self._ahead.pop(step, None)) is None:
+                    if (data := self.store.get(key)) is None:
+                        self._absent = step, looked
+                        return None
+                    manifest = records.decode(Manifest, data, key)
                 return self._keep(step, manifest) if self._is_taken(step, manifest) else None
             except Damaged as error:  # then nobody can decide the step anew, or go on
                 log.warning("the manifest of %s %d: %s", self.unit, step, error)
@@ -410,7 +397,7 @@ class Member:
         with contextlib.suppress(Damaged):  # then it knows those of the last steps
             counted.update(snapshots.counted_before(self._closed, index) if self._closed else ())
         with self._lock:
-            self.astray, self._cut, self._prefetched, self._ahead = None, 0, {}, []
+            self.astray, self._cut, self._ahead, self._prefetched = None, 0, {}, {}
             self._may_have_sent, self.is_unheard, head = True, False, index.head
             self._steps = Steps(self.store, self.slots)  # what was said may be written over
             if self._closed:
@@ -725,7 +712,7 @@ class Member:
         """
         if not self._steps.may_decide(step):
             return False
-        if (there := manifest_of(self.store, step)) is None:
+        if (there := manifests_of(self.store, [step]).get(step)) is None:
             return True
         last, is_same = self._known(step - 1), there.previous == proposed.previous
         counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
@@ -750,7 +737,7 @@ class Member:
         gone_on: dict[int, int] = {}
         for later in range(manifest.step + 1, manifest.step + 1 + MOST_FOLLOWED):
             gone_on |= dict.fromkeys(self._steps.followers(manifest), later)
-            there = manifest_of(self.store, later)
+            there = manifests_of(self.store, [later]).get(later)
             if there is None or there.previous != records.head(manifest, there.lost):
                 break
             manifest = there
@@ -792,17 +779,10 @@ class Member:
 
         def read(key: str) -> bytes | None:
             with contextlib.suppress(Damaged):
-                return self._get(key)
+                return self._prefetched.pop(key, None) or self.store.get(key)
 
         objects = zip(keys, in_parallel(read, keys), strict=True)
         return {key: data for key, data in objects if data is not None}
-
-    def _peek(self, key: str) -> bytes | None:
-        return self._prefetched.get(key) or self.store.get(key)
-
-    def _get(self, key: str) -> bytes | None:
-        ahead = self._prefetched.pop(key, None)
-        return self.store.get(key) if ahead is None else ahead
 
     def _fetch(self, manifest: Manifest, is_past: bool = False) -> ExchangeResult:
         """Reads all packets that count; a worker may miss one only if it was swept.
@@ -820,7 +800,9 @@ class Member:
             counted, lost = {packet.slot: packet for packet in manifest.packets}, ()
             missing = counted.keys() - packets.keys()
             if self._closed and (missing or is_past):
-                lost = sides.lost_later(self._closed, self._steps, manifest, missing, self._peek)
+                ahead = self._ahead or manifests_of(self.store, [step + 1])
+                following = ahead.get(step + 1)
+                lost = sides.lost_later(self._closed, self._steps, manifest, missing, following)
             if missing:  # perhaps with this worker's own one, for which others wait like this
                 self._send_again(step)
             if lost is None and is_last:  # nobody has said anything yet

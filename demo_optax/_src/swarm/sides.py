@@ -5,14 +5,13 @@ decided a step differently, or where some could not read a packet. In the first 
 packets follow different heads each member has a vote, for the side that it has signed for last.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import NamedTuple
 
 from demo_optax._src.swarm import records, steps
 from demo_optax._src.swarm.members_only import MembersOnly
-from demo_optax._src.swarm.records import Damaged, Manifest, MemberId
+from demo_optax._src.swarm.records import Manifest, MemberId
 from demo_optax._src.swarm.slots import have_left
 from demo_optax._src.swarm.steps import Said, Steps
 from demo_optax._src.swarm.store import log
@@ -127,18 +126,15 @@ def lost_later(
     said: Steps,
     manifest: Manifest,
     missing: Collection[int],
-    read: Callable[[str], bytes | None],
+    following: Manifest | None,
 ) -> tuple[int, ...] | None:
     """Returns the slots that nobody applied in a step, or None while this is not known.
 
-    Those who counted sign it in the next step, and the manifest of that step decides if as many of
-    them are in it as are not. Before, their sides decide. Who has not signed yet may lack what is
-    ``missing`` here.
+    Those who counted sign it in the next step, and the manifest that is ``following`` decides if as
+    many of them are in it as are not. Before, their sides decide. Who has not signed yet may lack
+    what is ``missing`` here.
     """
     later, sent = manifest.step + 1, {x.slot: x.member for x in manifest.packets}
-    following = None
-    with contextlib.suppress(Damaged):
-        following = records.decode(Manifest, read(records.step_key("manifests", later)))
     if following is not None:
         head = records.head(manifest, following.lost)
         signed = {x.slot for x in following.packets if store.is_signed(later, x, head)}

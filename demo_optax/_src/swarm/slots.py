@@ -95,17 +95,15 @@ def read_claim(store: Store, member: MemberId) -> Claim:
     return Claim(f"slot {member[0]}", "", 0.0)
 
 
-def manifest_of(store: Store, step: int) -> Manifest | None:
-    """Returns the manifest of a step that the store has now, if it can be read."""
-    with contextlib.suppress(Damaged):
-        return records.decode(Manifest, store.get(records.step_key("manifests", step)))
-    return None
-
-
 def manifests_of(store: Store, steps: Collection[int]) -> dict[int, Manifest]:
-    """Returns those of some steps."""
-    found = in_parallel(lambda step: manifest_of(store, step), steps)
-    return {n: manifest for n, manifest in zip(steps, found, strict=True) if manifest is not None}
+    """Returns the manifests of some steps that the store has now, if they can be read."""
+
+    def read(step: int) -> Manifest | None:
+        with contextlib.suppress(Damaged):
+            return records.decode(Manifest, store.get(records.step_key("manifests", step)))
+
+    found = zip(steps, in_parallel(read, steps), strict=True)
+    return {step: manifest for step, manifest in found if manifest is not None}
 
 
 def last_manifests(store: Store, number: int | None = None) -> list[Manifest]:
