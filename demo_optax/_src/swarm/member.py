@@ -800,9 +800,10 @@ class Member:
             counted, lost = {packet.slot: packet for packet in manifest.packets}, ()
             missing = counted.keys() - packets.keys()
             if self._closed and (missing or is_past):
-                ahead = self._ahead or manifests_of(self.store, [step + 1])
-                following = ahead.get(step + 1)
-                lost = sides.lost_later(self._closed, self._steps, manifest, missing, following)
+                stored = self._ahead.get(step + 1) or manifests_of(self.store, [step + 1]).get(
+                    step + 1
+                )
+                lost = sides.lost_later(self._closed, self._steps, manifest, missing, stored)
             if missing:  # perhaps with this worker's own one, for which others wait like this
                 self._send_again(step)
             if lost is None and is_last:  # nobody has said anything yet
