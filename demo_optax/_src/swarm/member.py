@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
@@ -27,7 +27,7 @@ from demo_optax._src.swarm.records import (
 )
 from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import claim, manifests_of, read_claim
-from demo_optax._src.swarm.steps import Said, Steps
+from demo_optax._src.swarm.steps import Steps
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
@@ -532,7 +532,13 @@ class Member:
         fork = sides.first_fork(own, stored, step)
         mine = own[fork].previous if fork in own else self.head(fork - 1)
         said = self._steps.read(fork) if thorough or fork < step else self._steps.packets(step)
-        votes = self._votes(closed, fork, mine, own, stored, said, thorough)
+        followed = {mine: {slot: n for n in own if n >= fork for slot in sides.slots_of(own[n])}}
+        if fork in stored and (other := stored[fork]).previous != mine:
+            signed = [x for x in other.packets if closed.is_signed(fork, x, other.previous)]
+            gone_on = self._gone_on(other) if thorough else {}
+            followed[other.previous] = {x.slot: fork for x in signed} | gone_on
+        votes = sides.votes(fork, said, followed)
+        votes = {x: {n for n in y if self._steps.has(fork, n)} for x, y in votes.items()}
         others = {head: slots - {self.slot} for head, slots in votes.items() if head != mine}
         if thorough and any(others.values()):
             counted = [x for n, x in self.counted.items() if n < fork]
@@ -560,25 +566,6 @@ class Member:
                 if n not in stored or records.head(stored[n]) != records.head(manifest):
                     self._replace(n, manifest)
         return best == mine
-
-    def _votes(
-        self,
-        closed: MembersOnly,
-        step: int,
-        mine: str,
-        own: Mapping[int, Manifest],
-        stored: Mapping[int, Manifest],
-        said: Mapping[int, Said],
-        thorough: bool,
-    ) -> dict[str, set[int]]:
-        """Returns the members that follow each head in a step, by what they have signed last."""
-        followed = {mine: {slot: n for n in own if n >= step for slot in sides.slots_of(own[n])}}
-        if step in stored and (other := stored[step]).previous != mine:
-            signed = [x for x in other.packets if closed.is_signed(other.step, x, other.previous)]
-            gone_on = self._gone_on(other) if thorough else {}
-            followed[other.previous] = {x.slot: step for x in signed} | gone_on
-        votes = sides.votes(step, said, followed)
-        return {x: {n for n in y if self._steps.has(step, n)} for x, y in votes.items()}
 
     def _next_steps(self, step: int) -> range:
         """Returns the next few steps to compare while there is no trouble, in turn."""
