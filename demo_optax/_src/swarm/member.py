@@ -185,18 +185,9 @@ class Member:
         return max(PATIENT_DEADLINES * deadline, self.store.patience + deadline)
 
     @property
-    def _longest_pause(self) -> float:
-        return max(POLL_SECONDS, POLL_SHARE * statistics.median(self._durations or [0.0]))
-
-    @property
     def me(self) -> MemberId:
         """This worker's slot and incarnation."""
         return self.slot, self.incarnation
-
-    @property
-    def leaving(self) -> bool:
-        """Whether `leave` was called."""
-        return self._leaving.is_set()
 
     def expect(self, packet_bytes: int) -> None:
         """Says how many bytes a packet of this run has: nothing much larger is read as one.
@@ -218,14 +209,12 @@ class Member:
         """Sends a packet, and returns once it is decided which packets count.
 
         The numbers of steps and tokens that the packet results from enter the manifest. A packet of
-        0 steps, which everybody rejects, does not count. With ``ends_round`` the packet is of a
-        round, as it is if it is of several steps, and the others are asked to end theirs too.
+        0 steps, which everybody rejects, does not count. With ``ends_round`` the others are asked to
+        end their rounds too.
         """
         started = time.monotonic()
         if ends_round:
             self._steps.say(step, self.me, "ends")
-        if ends_round or steps > 1:
-            self.unit = "round"
         own = self.send(step, packet, steps, tokens) if self.may_send(step) else None
         previous = self.manifest(step - 1)
         counted = previous.members if previous else frozenset()
@@ -356,7 +345,7 @@ class Member:
 
     def end_if_leaving(self) -> None:
         """Raises `Left` if `leave` was called."""
-        if self.leaving:
+        if self._leaving.is_set():
             raise Left(f"worker {self.worker!r} was asked to leave: call close().")
 
     def name_of(self, member: MemberId) -> str:
@@ -559,7 +548,7 @@ class Member:
         elif sides.goes_on({**others, mine: sure}, decided) == mine:
             for n, manifest in own.items():
                 if n not in stored or records.head(stored[n]) != records.head(manifest):
-                    self._replace(n, manifest)
+                    self.store.put(records.step_key("manifests", n), records.encode(manifest))
         return best == mine
 
     def _next_steps(self, step: int) -> range:
@@ -658,7 +647,8 @@ class Member:
                 self.repeat()
                 if self._closed and waited > self.deadline:
                     self._compare_chains(self._closed, step)
-            time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
+            longest = max(POLL_SECONDS, POLL_SHARE * statistics.median(self._durations or [0.0]))
+            time.sleep(min((now - looked) / LOOKING_SHARE, longest))
 
     def _is_in_vain(self, step: int, slot: int) -> bool:
         """Tells whether others have lately waited in vain for what a member announced or listed."""
@@ -676,15 +666,11 @@ class Member:
         is_patient = self._is_patient(step)
         if (decided := self.manifest(step)) is None:
             if self._may_replace(closed, step, proposed):
-                self._replace(step, proposed)
+                self.store.put(key, records.encode(proposed))
                 decided = self.manifest(step)
             elif not is_patient:
                 self._go_back(step, "others have decided it in another way")
         return decided
-
-    def _replace(self, step: int, manifest: Manifest) -> None:
-        """Writes a manifest in place of one that this member's side does not believe."""
-        self.store.put(records.step_key("manifests", step), records.encode(manifest))
 
     def _may_replace(self, closed: MembersOnly, step: int, proposed: Manifest) -> bool:
         """Tells whether a manifest that this worker does not take may be written over.
