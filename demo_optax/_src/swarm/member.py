@@ -209,8 +209,8 @@ class Member:
         """Sends a packet, and returns once it is decided which packets count.
 
         The numbers of steps and tokens that the packet results from enter the manifest. A packet of
-        0 steps, which everybody rejects, does not count. With ``ends_round`` the others are asked to
-        end their rounds too.
+        0 steps, which everybody rejects, does not count. With ``ends_round`` the others are asked
+        to end their rounds too.
         """
         started = time.monotonic()
         if ends_round:
@@ -440,7 +440,7 @@ class Member:
             return True
         absent_step, absent = self._absent
         absent = absent if absent_step == step else 0.0
-        if not self._is_valid(self._closed, step, manifest, absent):
+        if not sides.is_valid(self._steps, step, manifest, absent):
             return False
         slots = sides.slots_of(manifest)
         if not self._follows(step, manifest):
@@ -466,11 +466,6 @@ class Member:
             return False
         self._cut = step
         return True
-
-    def _is_valid(
-        self, closed: MembersOnly, step: int, manifest: Manifest, absent: float = 0.0
-    ) -> bool:
-        return sides.is_valid(closed, self._steps, step, manifest, self.slots, absent)
 
     def _is_patient(self, step: int) -> bool:
         """Tells whether those who counted before may still be waited for in a step."""
@@ -541,7 +536,7 @@ class Member:
             if (
                 before is not None
                 and sides.leads_to(best, before, said, after)
-                and self._is_valid(closed, fork - 1, before)
+                and sides.is_valid(self._steps, fork - 1, before)
             ):
                 others_go = f"{len(others[best])} members go on from another {self.unit} {fork - 1}"
                 self._go_back(step, f"{others_go} than this worker, whose side has {len(hoped)}")
@@ -661,18 +656,18 @@ class Member:
         proposed = Manifest(step, tuple(sorted(packets)), head, now, named, lost)
         if self.store.create(key, records.encode(proposed)):
             return self._keep(step, proposed)
-        if (closed := self._closed) is None:
+        if self._closed is None:
             return self._await_manifest(step)
         is_patient = self._is_patient(step)
         if (decided := self.manifest(step)) is None:
-            if self._may_replace(closed, step, proposed):
+            if self._may_replace(step, proposed):
                 self.store.put(key, records.encode(proposed))
                 decided = self.manifest(step)
             elif not is_patient:
                 self._go_back(step, "others have decided it in another way")
         return decided
 
-    def _may_replace(self, closed: MembersOnly, step: int, proposed: Manifest) -> bool:
+    def _may_replace(self, step: int, proposed: Manifest) -> bool:
         """Tells whether a manifest that this worker does not take may be written over.
 
         It may not if as many have gone on from it as have not, or a roster that it names is not
@@ -686,7 +681,7 @@ class Member:
         counted = last.slots - set(proposed.lost) if last.manifest else {self.slot}
         if self.slot not in counted and is_same:
             return False
-        is_valid = self._is_valid(closed, step, there)
+        is_valid = sides.is_valid(self._steps, step, there)
         here, listed = sides.slots_of(proposed), sides.slots_of(there)
         # Those who decided without the others may have applied it, and sent nothing since.
         decided = listed if is_valid and is_same and listed < here else set()
@@ -771,7 +766,7 @@ class Member:
                 stored = self._ahead.get(step + 1) or manifests_of(self.store, [step + 1]).get(
                     step + 1
                 )
-                lost = sides.lost_later(self._closed, self._steps, manifest, missing, stored)
+                lost = sides.lost_later(self._steps, manifest, missing, stored)
             if missing:  # perhaps with this worker's own one, for which others wait like this
                 self._send_again(step)
             if lost is None and is_last:  # nobody has said anything yet

@@ -9,11 +9,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import NamedTuple
 
-from demo_optax._src.swarm import records, steps
-from demo_optax._src.swarm.members_only import MembersOnly
+from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import Manifest, MemberId
 from demo_optax._src.swarm.slots import have_left
-from demo_optax._src.swarm.steps import Said, Steps
+from demo_optax._src.swarm.steps import ROSTER_SECONDS, Said, Steps
 from demo_optax._src.swarm.store import log
 
 
@@ -35,34 +34,28 @@ def slots_of(manifest: Manifest) -> set[int]:
     return {packet.slot for packet in manifest.packets}
 
 
-def is_valid(
-    store: MembersOnly,
-    said: Steps,
-    step: int,
-    manifest: Manifest,
-    slots: int,
-    absent: float = 0.0,
-) -> bool:
+def is_valid(steps: Steps, step: int, manifest: Manifest, absent: float = 0.0) -> bool:
     """Tells whether members have signed enough packets, and the owner the named roster.
 
     Half of them are still members, or somebody who is one has gone on from it. At the time
     ``absent`` there was no manifest. One that came long after this member knew its roster, and
     names an earlier one, is by somebody to whom that was shown again.
     """
+    assert (store := steps.closed) is not None
     signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)
     listed, held = slots_of(manifest), store.members(step)
-    is_enough = len(listed) >= store.min_workers and max(listed) < slots
+    is_enough = len(listed) >= store.min_workers and max(listed) < steps.slots
     if manifest.step != step or not is_enough or not all(signed):
         return False
     if not store.knows(step, manifest.roster):
         log.warning("step %d names a roster that is not there", step)
         return False
-    is_late = absent > store.known_since + 2 * steps.ROSTER_SECONDS
+    is_late = absent > store.known_since + 2 * ROSTER_SECONDS
     if manifest.roster != store.roster.name and is_late:
         return False
     members = store.roster.members()
     stayed = {n for n in listed if held.get(n) == members.get(n)}
-    return 2 * len(stayed) >= len(listed) or bool(said.followers(manifest))
+    return 2 * len(stayed) >= len(listed) or bool(steps.followers(manifest))
 
 
 def left_out(
@@ -122,11 +115,7 @@ def votes(
 
 
 def lost_later(
-    store: MembersOnly,
-    said: Steps,
-    manifest: Manifest,
-    missing: Collection[int],
-    following: Manifest | None,
+    steps: Steps, manifest: Manifest, missing: Collection[int], following: Manifest | None
 ) -> tuple[int, ...] | None:
     """Returns the slots that nobody applied in a step, or None while this is not known.
 
@@ -134,6 +123,7 @@ def lost_later(
     many of them are in it as are not. Before, their sides decide. Who has not signed yet may lack
     what is ``missing`` here.
     """
+    assert (store := steps.closed) is not None
     later, sent = manifest.step + 1, {x.slot: x.member for x in manifest.packets}
     if following is not None:
         head = records.head(manifest, following.lost)
@@ -143,7 +133,7 @@ def lost_later(
             others = len(away) - len(have_left(store, away))
             return following.lost if len(signed) >= others else None
     own, by_head, lost = records.head(manifest, missing), {}, {}
-    for slot, x in said.sent(later, sent.keys()).items():
+    for slot, x in steps.sent(later, sent.keys()).items():
         if x.head == records.head(manifest, x.lost):
             by_head.setdefault(x.head, set()).add(slot)
             lost[x.head] = x.lost

@@ -50,8 +50,8 @@ class Steps:
     """The steps of a run, as far as this worker has looked at them."""
 
     def __init__(self, store: Store, slots: int):
-        self._store, self._slots = store, slots
-        self._closed = store if isinstance(store, MembersOnly) else None
+        self._store, self.slots = store, slots
+        self.closed = store if isinstance(store, MembersOnly) else None
         self._looked_for_roster, self._looked_for_itself = 0.0, time.monotonic()
         self._said: dict[int, dict[str, Said]] = {}  # by step and name
         self._listed: dict[str, int] = {}  # slots of the packets in the last list, by name
@@ -64,7 +64,7 @@ class Steps:
         While one of these is missing, the others can wait.
         """
         self._list(step)
-        if self._closed and (open_ones := self._open(step, waits_for)):
+        if self.closed and (open_ones := self._open(step, waits_for)):
             self._looks += 1
             self._asked = open_ones[self._looks % len(open_ones)]
             self._keep(step, self._asked, self._read(step, self._asked))
@@ -79,7 +79,7 @@ class Steps:
             self._read_all(step, open_ones)
         if thorough or not self._open(step, waits_for):
             elsewhere = {n for n, x in self.packets(step).items() if x.head != head}
-            self._read_all(step, self._open(step, range(self._slots), elsewhere))
+            self._read_all(step, self._open(step, range(self.slots), elsewhere))
         return self.folder(step, head)
 
     def folder(self, step: int, head: str) -> StepFolder:
@@ -105,7 +105,7 @@ class Steps:
 
     def read(self, step: int) -> dict[int, Said]:
         """Returns the packets by slot that the store shows now, whatever it showed before."""
-        names = [f"{slot:03d}.packet" for slot in range(self._slots) if self.has(step, slot)]
+        names = [f"{slot:03d}.packet" for slot in range(self.slots) if self.has(step, slot)]
         found = in_parallel(lambda name: self._read(step, name), names)
         return {x.packet.slot: x for x in found if x is not None and x.mark is None}
 
@@ -150,38 +150,38 @@ class Steps:
 
     def has(self, step: int, slot: int) -> bool:
         """Tells whether somebody is a member in a step, and has not been taken out since then."""
-        if self._closed is None:
+        if self.closed is None:
             return True
-        public = self._closed.members(step).get(slot)
-        return public is not None and public == self._closed.roster.members().get(slot)
+        public = self.closed.members(step).get(slot)
+        return public is not None and public == self.closed.roster.members().get(slot)
 
     def may_decide(self, step: int) -> bool:
         """Tells whether this worker is a member in a step, and nothing is missing."""
-        closed = self._closed
+        closed = self.closed
         return closed is None or (self.has(step, closed.slot) and not closed.missing)
 
     def look_for_roster(self) -> str:
         """Looks for the newest roster from time to time, and returns its name."""
-        if self._closed is None:
+        if self.closed is None:
             return ""
         if time.monotonic() - self._looked_for_roster > ROSTER_SECONDS:
-            self._closed.look_for_roster()
+            self.closed.look_for_roster()
             self._looked_for_roster = time.monotonic()
-        return self._closed.roster.name
+        return self.closed.roster.name
 
     def _end_if_replaced(self, me: MemberId) -> None:
         """Raises SwarmError once a later process has this worker's key; it looks now and then."""
-        if self._closed is None or time.monotonic() - self._looked_for_itself < LOOK_SECONDS:
+        if self.closed is None or time.monotonic() - self._looked_for_itself < LOOK_SECONDS:
             return
         self._looked_for_itself = time.monotonic()
-        if last_claim(self._closed, me[0]) > me[1]:
+        if last_claim(self.closed, me[0]) > me[1]:
             raise SwarmError(
-                f"another process uses the key of {self._closed.key.name!r} now: stop one of them, "
+                f"another process uses the key of {self.closed.key.name!r} now: stop one of them, "
                 "and give each process a key of its own."
             )
 
     def _sign(self, step: int, packet: PacketRef, head: str, kind: str = "packet") -> PacketRef:
-        return self._closed.sign(step, packet, head, kind) if self._closed else packet
+        return self.closed.sign(step, packet, head, kind) if self.closed else packet
 
     def _signed(
         self,
@@ -196,21 +196,21 @@ class Steps:
 
     def _list(self, step: int) -> None:
         """Lists an open run's step: the last packet of each slot, and marks, which need no look."""
-        if self._closed is None:
+        if self.closed is None:
             names = map(_NAME.fullmatch, self._store.names(records.step_key("packets", step)))
             found = [(x[0], int(x[1]), int(x[2]), x[3]) for x in names if x]
             packets = {slot: name for name, slot, _, kind in found if kind == "packet"}
             self._listed = {name: slot for slot, name in packets.items()}
             for name, slot, incarnation, mark in found:
-                if mark != "packet" and slot < self._slots:
+                if mark != "packet" and slot < self.slots:
                     packet = PacketRef(slot, incarnation, "", 0, 0)
                     self._keep(step, name, Said("", packet, mark.encode()))
 
     def _open(self, step: int, slots: Collection[int], again: Collection[int] = ()) -> list[str]:
         """Returns the names from some slots at which something new may be said, or ``again``."""
         names, said = self._listed, self._said.get(step, {})
-        if self._closed:
-            names = {f"{slot:03d}.packet": slot for slot in self._closed.members(step)}
+        if self.closed:
+            names = {f"{slot:03d}.packet": slot for slot in self.closed.members(step)}
 
         def is_open(name: str) -> bool:
             is_final = name in said and said[name].mark != "here"
@@ -245,13 +245,13 @@ class Steps:
             (packet,) = spoken.packets  # of two it is nobody's
             kind, head = MARKS.get(payload, "packet"), spoken.previous
             is_whole = spoken.step == step and packet.sha256 == records.sha256(payload)
-            is_signed = not self._closed or self._closed.is_signed(step, packet, head, kind)
-            if is_whole and packet.slot < self._slots and is_signed:
+            is_signed = not self.closed or self.closed.is_signed(step, packet, head, kind)
+            if is_whole and packet.slot < self.slots and is_signed:
                 return Said(head, packet, payload, spoken.lost)
         return None
 
     def _name(self, packet: PacketRef, kind: str) -> str:
-        if self._closed:
+        if self.closed:
             return f"{packet.slot:03d}.packet"
         return f"{packet.slot:03d}.{packet.incarnation:06d}.{kind}"
 
