@@ -355,7 +355,7 @@ def test_a_member_that_writes_each_snapshot_first_ends_only_its_own_turns(tmp_pa
     states = [swarms.begin(worker) for worker in workers]
     liar = workers[2].member.store
     for step in 2, 4:
-        junk = records.SnapshotIndex(step, f"snapshots/{step:08d}/{'0' * 32}", 1, *2 * ["0" * 64])
+        junk = records.SnapshotIndex(step, f"snapshots/{step:08d}/{'0' * 32}", 1, "0" * 64)
         for name in "", ".001", ".002":
             liar.put(f"snapshots/{step:08d}{name}.json", records.encode(junk))
     swarms.all_take_steps(workers, 4, states, slowly)

@@ -59,7 +59,7 @@ def begun(run, *names, **settings):
 
 def index_of(run, step, **chain):
     file, empty = f"snapshots/{step:08d}/{'0' * 32}", "0" * 64
-    return SnapshotIndex(step, file, 1, empty, empty, roster=run.roster().name, **chain)
+    return SnapshotIndex(step, file, 1, empty, roster=run.roster().name, **chain)
 
 
 def test_a_member_that_decides_the_first_step_alone_gains_nothing(run):
@@ -414,7 +414,7 @@ def test_who_starts_again_takes_what_the_other_has_decided_alone(run):
 def test_who_goes_on_from_a_snapshot_knows_what_was_lost_before(run):
     paris = run.member("paris")
     file, head, named = f"snapshots/00000005/{'0' * 32}", "a" * 64, run.roster().name
-    index = records.SnapshotIndex(5, file, 1, "0" * 64, "0" * 64, head, 0, named, (2,))
+    index = records.SnapshotIndex(5, file, 1, "0" * 64, head, 0, named, (2,))
     paris.go_on_from(index)
     assert paris.lost(4) == (2,) and paris.head(4) == head
 
