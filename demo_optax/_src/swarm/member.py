@@ -481,13 +481,15 @@ class Member:
     def _left_out(self, step: int, slots: Set[int]) -> set[MemberId]:
         """Returns who is missing of those who counted and have not left, if most are.
 
-        These are all since the last attested snapshot, so that they are not left out by halves.
+        These are all since the last attested snapshot, so that they are not left out by halves. A
+        slot is that of the last process which counted there.
         """
         counted = [x for n, x in self.counted.items() if self._cut <= n < step]
         left = {slot for slot, _ in self._left} - slots
-        return sides.left_out(
-            counted, slots, lambda slot: slot not in left and self._steps.has(step, slot)
-        )
+        newest = dict(sorted(set().union(*counted))).items()
+        voters = {x for x in newest if x[0] not in left and self._steps.has(step, x[0])}
+        missing = {x for x in voters if x[0] not in slots}
+        return missing if 2 * len(missing) >= len(voters) else set()
 
     def _go_back(self, step: int, why: str) -> None:
         self.astray = f"{why}: it goes back to a snapshot"
@@ -513,9 +515,9 @@ class Member:
         said = self._steps.read(fork) if thorough or fork < step else self._steps.packets(step)
         followed = {mine: {slot: n for n in own if n >= fork for slot in sides.slots_of(own[n])}}
         if fork in stored and (other := stored[fork]).previous != mine:
-            signed = [x for x in other.packets if closed.is_signed(fork, x, other.previous)]
+            listed = [x for x in other.packets if closed.is_signed(fork, x, other.previous)]
             gone_on = self._gone_on(other) if thorough else {}
-            followed[other.previous] = {x.slot: fork for x in signed} | gone_on
+            followed[other.previous] = {x.slot: fork for x in listed} | gone_on
         votes = sides.votes(fork, said, followed)
         votes = {x: {n for n in y if self._steps.has(fork, n)} for x, y in votes.items()}
         others = {head: slots - {self.slot} for head, slots in votes.items() if head != mine}
@@ -683,16 +685,13 @@ class Member:
             return False
         is_valid = sides.is_valid(self._steps, step, there)
         here, listed = sides.slots_of(proposed), sides.slots_of(there)
-        # Those who decided without the others may have applied it, and sent nothing since.
-        decided = listed if is_valid and is_same and listed < here else set()
-        if len(decided) >= len(here - decided):  # known without reading what follows
-            return False
         gone_on = set(self._gone_on(there))
         if not is_same:  # who is here has come back from there
             gone_on -= here
         if not is_valid:
             gone_on -= {self.slot}  # in an earlier process, with other settings
-        gone_on |= decided
+        elif is_same and listed < here:  # they may have applied it, and sent nothing since
+            gone_on |= listed
         return len(gone_on) < len(here - gone_on)
 
     def _gone_on(self, manifest: Manifest) -> dict[int, int]:

@@ -6,11 +6,11 @@ packets follow different heads each member has a vote, for the side that it has 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import NamedTuple
 
 from demo_optax._src.swarm import records
-from demo_optax._src.swarm.records import Manifest, MemberId
+from demo_optax._src.swarm.records import Manifest
 from demo_optax._src.swarm.slots import have_left
 from demo_optax._src.swarm.steps import ROSTER_SECONDS, Said, Steps
 from demo_optax._src.swarm.store import log
@@ -58,19 +58,6 @@ def is_valid(steps: Steps, step: int, manifest: Manifest, absent: float = 0.0) -
     return 2 * len(stayed) >= len(listed) or bool(steps.followers(manifest))
 
 
-def left_out(
-    counted: Iterable[Set[MemberId]], slots: Set[int], votes: Callable[[int], bool]
-) -> set[MemberId]:
-    """Returns who is not in these slots of those who counted and still vote, if most are not.
-
-    A slot is that of the last process which counted there.
-    """
-    newest = dict(sorted(set().union(*counted)))
-    voters = {x for x in newest.items() if votes(x[0])}
-    missing = {x for x in voters if x[0] not in slots}
-    return missing if 2 * len(missing) >= len(voters) else set()
-
-
 def goes_on(by_head: Mapping[str, Set[int]], decided: Collection[str] = ()) -> str:
     """Returns the head of the side that goes on, of the slots on each side.
 
@@ -103,15 +90,10 @@ def votes(
 
     These are the packets that are said there, unless some have ``followed`` a head in later steps.
     """
-    last = {slot: (step, x.head) for slot, x in said.items()}
-    for head, slots in followed.items():
-        for slot, later in slots.items():
-            if slot not in last or later > last[slot][0]:
-                last[slot] = later, head
-    by_head: dict[str, set[int]] = {}
-    for slot, (_, head) in last.items():
-        by_head.setdefault(head, set()).add(slot)
-    return by_head
+    signed = [(n, slot, head) for head, of in reversed(followed.items()) for slot, n in of.items()]
+    signed += [(step, slot, x.head) for slot, x in said.items()]
+    last = {slot: head for _, slot, head in sorted(signed, key=lambda x: x[0])}
+    return {head: {slot for slot, x in last.items() if x == head} for head in last.values()}
 
 
 def lost_later(
