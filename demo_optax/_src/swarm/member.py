@@ -40,6 +40,7 @@ LOOKING_SHARE = 0.1  # of the time in which a worker waits
 POLL_SECONDS = 0.05  # at most between two looks at a step, but
 POLL_SHARE = 0.02  # of a median round, behind which the exchange is hidden
 LOG_EVERY_SECONDS = 5.0
+PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has its own
 AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
 # In a run for members only:
 PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
@@ -176,13 +177,17 @@ class Member:
         return getattr(self.store, "inner", self.store)
 
     @property
+    def _patience(self) -> float:
+        return getattr(self.store, "patience", PATIENCE)
+
+    @property
     def _patient_wait(self) -> float:
         """Seconds before a step goes on without most, who may lack a packet for half as long."""
         deadline = self.deadline
         replays = self._may_have_sent and not self._durations
         if self._fixed_deadline is None and replays:  # at no pace of a step
             deadline = SHORTEST_DEADLINE
-        return max(PATIENT_DEADLINES * deadline, self.store.patience + deadline)
+        return max(PATIENT_DEADLINES * deadline, self._patience + deadline)
 
     @property
     def me(self) -> MemberId:
@@ -814,7 +819,7 @@ class Member:
         self, what: Callable[[], str], attempt: Callable[[], T | None], share: float = 1.0
     ) -> T:
         started, pause, told = time.monotonic(), 0.01, False
-        patience = share * self.store.patience
+        patience = share * self._patience
         while (result := attempt()) is None:
             self.end_if_leaving()
             waited = time.monotonic() - started

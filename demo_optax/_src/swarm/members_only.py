@@ -69,7 +69,7 @@ class MembersOnly(Store):
         at_least: int = 0,
     ):
         self.inner, self.key, self.owner = store, seals.read_key(key), seals.read_public(owner)
-        self.patience = store.patience
+        self.patience = getattr(store, "patience", 60.0)
         self._holds: list[tuple[int, int]] = []  # steps from which rosters hold, and their numbers
         self._proven = 0  # the highest number that the owner has signed for all that is known
         self.known_since = time.monotonic()  # the roster

@@ -50,9 +50,6 @@ class StoreError(OSError):
 class Store(Protocol):
     """What a swarm needs of a store. All methods may be called from several threads."""
 
-    patience: float = 60.0
-    """Seconds for which a missing object is looked for again, and a failing request is sent."""
-
     def put(self, key: str, data: bytes) -> None:
         """Writes an object."""
         ...
