@@ -261,7 +261,7 @@ def test_another_run_in_the_same_place_is_refused(store, other, settings, messag
 def forge(store, step):
     """Writes the index of a snapshot whose file is not there."""
     file = f"snapshots/{step:08d}/{'0' * 32}"
-    index = records.SnapshotIndex(step, file, 1, "0" * 64, "0" * 64)
+    index = records.SnapshotIndex(step, file, 1, "0" * 64)
     store.create(f"snapshots/{step:08d}.json", records.encode(index))
 
 

@@ -214,12 +214,14 @@ class Member:
         """Sends a packet, and returns once it is decided which packets count.
 
         The numbers of steps and tokens that the packet results from enter the manifest. A packet of
-        0 steps, which everybody rejects, does not count. With ``ends_round`` the others are asked
-        to end their rounds too.
+        0 steps, which everybody rejects, does not count. With ``ends_round`` the packet is of a
+        round, as it is if it is of several steps, and the others are asked to end theirs too.
         """
         started = time.monotonic()
         if ends_round:
             self._steps.say(step, self.me, "ends")
+        if ends_round or steps > 1:
+            self.unit = "round"
         own = self.send(step, packet, steps, tokens) if self.may_send(step) else None
         previous = self.manifest(step - 1)
         counted = previous.members if previous else frozenset()
@@ -767,10 +769,9 @@ class Member:
             counted, lost = {packet.slot: packet for packet in manifest.packets}, ()
             missing = counted.keys() - packets.keys()
             if self._closed and (missing or is_past):
-                stored = self._ahead.get(step + 1) or manifests_of(self.store, [step + 1]).get(
-                    step + 1
-                )
-                lost = sides.lost_later(self._steps, manifest, missing, stored)
+                later = step + 1
+                following = self._ahead.get(later) or manifests_of(self.store, [later]).get(later)
+                lost = sides.lost_later(self._steps, manifest, missing, following)
             if missing:  # perhaps with this worker's own one, for which others wait like this
                 self._send_again(step)
             if lost is None and is_last:  # nobody has said anything yet

@@ -41,7 +41,8 @@ def is_valid(steps: Steps, step: int, manifest: Manifest, absent: float = 0.0) -
     ``absent`` there was no manifest. One that came long after this member knew its roster, and
     names an earlier one, is by somebody to whom that was shown again.
     """
-    assert (store := steps.closed) is not None
+    store = steps.closed
+    assert store is not None
     signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)
     listed, held = slots_of(manifest), store.members(step)
     is_enough = len(listed) >= store.min_workers and max(listed) < steps.slots
@@ -90,7 +91,9 @@ def votes(
 
     These are the packets that are said there, unless some have ``followed`` a head in later steps.
     """
-    signed = [(n, slot, head) for head, of in reversed(followed.items()) for slot, n in of.items()]
+    signed = [
+        (n, slot, head) for head, of in reversed(list(followed.items())) for slot, n in of.items()
+    ]
     signed += [(step, slot, x.head) for slot, x in said.items()]
     last = {slot: head for _, slot, head in sorted(signed, key=lambda x: x[0])}
     return {head: {slot for slot, x in last.items() if x == head} for head in last.values()}
@@ -105,7 +108,8 @@ def lost_later(
     many of them are in it as are not. Before, their sides decide. Who has not signed yet may lack
     what is ``missing`` here.
     """
-    assert (store := steps.closed) is not None
+    store = steps.closed
+    assert store is not None
     later, sent = manifest.step + 1, {x.slot: x.member for x in manifest.packets}
     if following is not None:
         head = records.head(manifest, following.lost)
