@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.exceptions import InvalidTag
 
 import demo_optax
 from demo_optax._src import metrics
@@ -36,6 +36,16 @@ EPOCH = 1_790_000_000.0  # when all clocks began
 NAMES = [f"m{n}" for n in range(SLOTS)]
 DOCUMENTED = SwarmError, OSError, Left  # what ends a worker, which its owner then starts again
 OPTIMIZER = demo_optax.demo_scaled(1e-2)
+
+
+def seal_of(key, about: bytes) -> bytes:
+    return hashlib.sha256(key.public_bytes_raw() + about).digest()
+
+
+def opened(box: bytes, seal: bytes) -> bytes:
+    if not box.startswith(seal):
+        raise InvalidTag
+    return box.removeprefix(seal)
 
 
 class Held(np.ndarray):
@@ -300,12 +310,15 @@ class Swarm:
         chance = SimpleNamespace(
             token_bytes=self.rng.randbytes,
             uuid4=lambda: uuid.UUID(int=self.rng.getrandbits(128)),
-            generate=lambda: X25519PrivateKey.from_private_bytes(self.rng.randbytes(32)),
-            from_private_bytes=X25519PrivateKey.from_private_bytes,
+        )
+        box = SimpleNamespace(  # whose bytes are the same each time
+            encrypt=lambda content, to, about: seal_of(to, about) + content,
+            decrypt=lambda box, own, about: opened(box, seal_of(own.public_key(), about)),
         )
         stand_ins = [
             *virtual_time.stand_ins(self.world, EPOCH),
-            *((x, chance) for x in (secrets, uuid, X25519PrivateKey)),
+            *((x, chance) for x in (secrets, uuid)),
+            (seals.BOX, box),
             (store.in_parallel, self._in_turn),
             (worker.compile_programs, self._programs),
             (agreement.facts_of, lambda *_: {}),

@@ -4,6 +4,7 @@ A key is a seed of 32 bytes. Two private keys follow from it: one signs (Ed25519
 opens what was sealed for its owner (X25519). Nothing else in this library signs or verifies.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hmac
@@ -23,14 +24,14 @@ try:
         Ed25519PublicKey,
     )
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+    from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 except ImportError as error:
     needed = "keys need cryptography: in the source folder, pip install '.[swarm]'."
     raise ImportError(needed) from error
 
 DOMAIN = "demo_optax/1"
 SIGNATURE_BYTES = 64
-NONCE = bytes(12)  # each box has a key of its own
+BOX = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)  # RFC 9180
 _NUMBER = "([0-9a-f]{64}) "
 _NAME = r"((?![0-9a-f]{64} )\S.*)"  # otherwise a public line could be a key
 
@@ -78,24 +79,15 @@ class Key:
 
     def open_box(self, box: bytes, *about: bytes | str | int) -> bytes | None:
         """Opens what `close_box` sealed for this key, or returns None for anything else."""
-        try:
-            shared = self._opens.exchange(X25519PublicKey.from_public_bytes(box[:32]))
-            key = _box_key(shared, box[:32], bytes.fromhex(self.public.opens))
-            return ChaCha20Poly1305(key).decrypt(NONCE, box[32:], frame(*about))
-        except (ValueError, InvalidTag):
-            return None
+        with contextlib.suppress(InvalidTag):
+            return BOX.decrypt(box, self._opens, frame(*about))
+        return None
 
 
 def close_box(public: Public, content: bytes, *about: bytes | str | int) -> bytes:
     """Seals bytes so that one key alone opens them, and only as what they are about."""
-    once, opens = X25519PrivateKey.generate(), bytes.fromhex(public.opens)
-    sender = once.public_key().public_bytes_raw()
-    key = _box_key(once.exchange(X25519PublicKey.from_public_bytes(opens)), sender, opens)
-    return sender + ChaCha20Poly1305(key).encrypt(NONCE, content, frame(*about))
-
-
-def _box_key(shared: bytes, sender: bytes, receiver: bytes) -> bytes:
-    return tag(shared, "box", sender, receiver)
+    opens = X25519PublicKey.from_public_bytes(bytes.fromhex(public.opens))
+    return BOX.encrypt(content, opens, frame(*about))
 
 
 @functools.lru_cache(maxsize=4096)
