@@ -5,6 +5,7 @@ import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -262,6 +263,74 @@ def test_a_worker_on_the_smaller_side_goes_back_to_a_snapshot_and_has_equal_para
     later = swarms.all_take_steps(workers, 12, states)
     assert later[0][1] == later[1][1]
     assert later[2][1][12] == later[0][1][12] and astray.astray is None
+
+
+def its_own_future(run, liar, since, until):
+    """Steps in which a member lists itself alone, and a snapshot after them that it alone signs."""
+    head = "ab" * 32
+    for step in range(since, until):
+        ref = liar.store.sign(step, PacketRef(*liar.me, records.sha256(b"x")), head)
+        manifest = records.Manifest(step, (ref,), head, 0.0, run.roster().name)
+        liar.store.put(records.step_key("manifests", step), records.encode(manifest))
+        head = records.head(manifest)
+    chain = dict(head=head, since=since, roster=run.roster().name)
+    return snapshots.write(liar.store, until, [LEAVES[0] * 666], slot=liar.slot, **chain)
+
+
+def test_a_future_that_one_member_writes_alone_is_for_no_worker_that_takes_part(run):
+    paris, rome, oslo = joined = run.members(deadline=0.3)
+    first, _ = snapshots.read_newest(paris.store, LEAVES)
+    for member in joined:
+        member.store.every = 4
+        member.go_on_from(first)
+    for step in range(6):
+        everybody(joined, step)
+    forged = [its_own_future(run, oslo, since, since + 4) for since in (900, 950)]
+    assert all(snapshots.is_attested(paris.store, x) for x in forged)  # for a newcomer
+    refs = [x.send(6, f"{x.worker:5} in 6".encode()) for x in joined]
+    put_manifest(run, "oslo", 6, refs, paris.head(5))
+    run.anybody.delete([oslo.store._name(oslo._steps.key(6, refs[2]))])
+    results = together([functools.partial(x.receive, 6) for x in (paris, rome)])
+    assert [sorted(x.packets) for x in results] == [[0, 1]] * 2  # nothing is swept
+    assert snapshots.read_newest(paris.store, LEAVES, is_believed=paris.believes)[0] == first
+    for member in paris, rome:
+        assert not any(map(member.believes, forged)) and list(member.later_snapshots(6)) == []
+
+
+def test_who_stood_still_believes_in_what_most_of_the_others_did_meanwhile(run):
+    paris, rome, oslo = joined = run.members(deadline=0.3)
+    first, _ = snapshots.read_newest(paris.store, LEAVES)
+    for member in joined:
+        member.store.every = 4
+        member.go_on_from(first)
+    for step in range(4):
+        everybody(joined, step)
+    for step in range(4, 12):
+        everybody([paris, rome], step)
+    chain = dict(head=paris.head(11), since=8, roster=run.roster().name)
+    index = snapshots.write(paris.store, 12, LEAVES, slot=0, **chain)
+    snapshots.attest(rome.store, index)
+    oslo.store.look_for_roster()
+    assert list(oslo.later_snapshots(4)) == [index] == list(paris.later_snapshots(4))
+    forged = its_own_future(run, rome, 13, 17)
+    assert forged and list(oslo.later_snapshots(4)) == [index]
+
+
+def test_what_is_written_under_a_name_stays_if_the_roster_changes_meanwhile(run):
+    run.make("lima")
+    run.change("lima")
+    store = run.store("paris")
+    store.begin(0, run.roster().named(1))
+    store.hold(5, run.roster().name)
+    put = store.inner.put
+
+    def put_and_begin_again(key, data):
+        put(key, data)
+        store.begin(0, run.roster().named(1))
+
+    with mock.patch.object(store.inner, "put", put_and_begin_again):
+        store.put("attested/00000010/000", b"signed")
+    assert store.get("attested/00000010/000") == b"signed"
 
 
 def test_nobody_is_left_out_half_by_half(run):

@@ -245,10 +245,13 @@ def test_who_joins_takes_a_step_from_which_those_who_were_late_have_gone_on(run)
         know_otherwise(paris, 0, learned=-1e9)  # it has waited for long
         paris.receive(1)
         assert not waiting.done() and said[-1].startswith(
-            "step 1: others have decided it without paris, most of those who counted lately: waits "
+            "step 1: others have decided it without half or more of those who counted lately, such "
+            "as paris: waits "
         )
         paris.send(2, b"paris in 2")
+        started = time.monotonic()
         assert sorted(waiting.result().packets) == [2]
+        assert time.monotonic() - started < 6.0 < late._patient_wait / 2
 
 
 def test_who_lacks_a_step_that_others_are_past_goes_on_from_their_snapshot(run):
@@ -265,8 +268,15 @@ def test_who_lacks_a_step_that_others_are_past_goes_on_from_their_snapshot(run):
     late = run.member("oslo", deadline=0.3, tell=said.append)
     late.go_on_from(first)
     late.receive(0)
-    assert exchange(late, 1).swept and late.astray
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(exchange, late, 1)
+        time.sleep(4 * late._patient_wait)
+        late.leave()
+        assert waiting.result().swept and late.astray
     assert "step 1: most members have signed a later snapshot: it goes back to a snapshot" in said
+    late.go_on_from(first)  # nobody can read that snapshot
+    late._look_for_later_snapshot(1)
+    assert not late.astray
 
 
 def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_back(run):
@@ -650,6 +660,49 @@ def test_who_comes_later_takes_a_step_from_which_one_went_on_whose_others_were_t
         exchange(joined[0], step)
     for step in range(3):
         assert late.receive(step).manifest == joined[0].manifest(step)
+
+
+def test_a_step_of_those_who_were_taken_out_stands_if_another_member_has_gone_on_from_it(tmp_path):
+    run = Run(tmp_path, ["paris", "rome", "oslo", "lima"])
+    (paris, rome, oslo, lima), first = begun(run, "paris", "rome", "oslo", "lima", deadline=0.3)
+    everybody([paris, rome, oslo, lima], 0)
+    refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in (paris, rome, oslo)]
+    put_manifest(run, "oslo", 1, refs, paris.head(0))
+    run.change(without=["rome", "oslo"])
+    again = run.member("paris", deadline=0.3)
+    again.go_on_from(first)
+    again.receive(0)
+    assert again.manifest(1) is None
+    lima.receive(1)
+    lima.send(2, b"lima  in 2")
+    assert again.manifest(1) is not None
+
+
+def test_who_joins_behind_a_step_that_few_decided_waits_for_the_others(run):
+    (paris, rome, oslo), _ = begun(run, deadline=0.5)
+    for member in paris, rome, oslo:
+        member.store.every = 5
+    for step in range(3):
+        everybody([paris, rome, oslo], step)
+    for step in 3, 4:
+        exchange(paris, step)
+    for member in rome, oslo:
+        for step in 3, 4:
+            time.sleep(0.0 if member.manifest(step) else 3.0)
+            member.receive(step)
+    chain = dict(head=paris.head(4), since=0, roster=run.roster().name)
+    index = snapshots.write(paris.store, 5, ONES, slot=0, **chain)
+    for member in rome, oslo:
+        snapshots.attest(member.store, index)
+    again = run.member("oslo", deadline=0.5)
+    again.store.every = 5
+    again.go_on_from(snapshots.read_newest(again.store, ONES)[0])
+    again.announce(5)
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(exchange, again, 5)
+        time.sleep(0.2)
+        results = [first, *(threads.submit(exchange, x, 5) for x in (paris, rome))]
+        assert [sorted(x.result().packets) for x in results] == [[0, 1, 2]] * 3
 
 
 def test_what_another_side_says_under_an_earlier_roster_is_seen(run):

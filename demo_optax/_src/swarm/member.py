@@ -6,12 +6,13 @@ count. A worker proposes one as soon as it has all packets it waits for, or has 
 
 import collections
 import contextlib
+import itertools
 import statistics
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
@@ -26,7 +27,7 @@ from demo_optax._src.swarm.records import (
     SwarmError,
 )
 from demo_optax._src.swarm.sides import Decided
-from demo_optax._src.swarm.slots import claim, manifests_of, read_claim
+from demo_optax._src.swarm.slots import claim, have_left, manifests_of, read_claim
 from demo_optax._src.swarm.steps import Steps
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
@@ -142,6 +143,8 @@ class Member:
         self.judged_from = 0 if self._closed else sys.maxsize  # the first step that these need
         self._absent = -1, 0.0  # a step, and when it had no manifest yet
         self._refused = -1, ""  # a step, and why its manifest is not taken yet
+        self._asked = -1, 0.0  # a step, and when it last asked who has gone on from its manifest
+        self._sought = 0  # the step of the last snapshot for which it went back
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._cut = 0  # the last step that went on without most of those who counted
@@ -325,7 +328,7 @@ class Member:
             try:
                 if (manifest := self._ahead.pop(step, None)) is None:
                     if (data := self.store.get(key)) is None:
-                        self._absent = step, looked
+                        self._absent, self._refused = (step, looked), (-1, "")
                         return None
                     manifest = records.decode(Manifest, data, key)
                 return self._keep(step, manifest) if self._is_taken(step, manifest) else None
@@ -386,7 +389,9 @@ class Member:
         """
         counted: dict[int, frozenset[MemberId]] = {}
         with contextlib.suppress(Damaged):  # then it knows those of the last steps
-            counted.update(snapshots.counted_before(self._closed, index) if self._closed else ())
+            if self._closed:
+                known = None if self.astray else self.counted
+                counted.update(snapshots.counted_before(self._closed, index, known))
         with self._lock:
             self.astray, self._cut, self._ahead, self._prefetched = None, 0, {}, {}
             self._may_have_sent, self.is_unheard, head = True, False, index.head
@@ -449,6 +454,8 @@ class Member:
         absent = absent if absent_step == step else 0.0
         if not sides.is_valid(self._steps, step, manifest, absent):
             return False
+        if known := self.head(step):  # of a snapshot, which says what was decided before it
+            return records.head(manifest, self.lost(step)) == known
         slots = sides.slots_of(manifest)
         if not self._follows(step, manifest):
             return False
@@ -461,14 +468,16 @@ class Member:
             self._left = self._left | said | ({member} if has_left else set())
         are_there = all(self._is_there(step, packet) for packet in manifest.packets)
         others = {x for x in self._left_out(step, slots) if x[0] != self.slot}
-        if others:  # as it knows itself that it was late, so may they
-            gone_on = self._gone_on(manifest)
+        asked, now = self._asked, time.monotonic()
+        if others and (asked[0] != step or now - asked[1] >= self.deadline):
+            self._asked = step, now  # not at each look, since packets may be large
+            gone_on = self._gone_on(manifest)  # as it knows itself that it was late, so may they
             others = {x for x in others if x[0] not in gone_on}
         if are_there and not others:
             return True
         if self._is_patient(step):
             names = ", ".join(map(self.name_of, sorted(others)))
-            without = f"without {names}, most of those who counted lately"
+            without = f"without half or more of those who counted lately, such as {names}"
             self._refused = step, without if others else "with packets that it cannot read"
             return False
         self._cut = step
@@ -504,8 +513,42 @@ class Member:
 
     def _look_for_later_snapshot(self, step: int) -> None:
         """Goes there if the others are past this step, whose manifest somebody has taken away."""
-        if any(later > step for later in snapshots.attested_steps(self.store, number=1)):
+        later = next(self.later_snapshots(max(step, self._sought)), None)
+        if later is not None:
+            self._sought = later.step  # once, since nobody may be able to read it
             self._go_back(step, "most members have signed a later snapshot")
+
+    def later_snapshots(self, step: int) -> Iterator[SnapshotIndex]:
+        """Yields the snapshots after a step in which it believes, the newest ones first."""
+        return filter(self.believes, snapshots.indices(self.store, step + 1))
+
+    def believes(self, index: SnapshotIndex) -> bool:
+        """Tells whether this worker may go on from a snapshot; in an open run from any.
+
+        It may if most of those who counted, as far as it knows, have signed it. Else the snapshot
+        must be attested, and what this worker has applied must lead to it by steps in which most of
+        the others counted. A newcomer has applied nothing, and believes what is attested.
+        """
+        if (closed := self._closed) is None:
+            return True
+        counted, first, last = self.counted, min(self._decided), max(self._decided)
+        newest = dict(sorted(set().union(*counted.values()))).items()
+        present = {x for x in newest if self._steps.has(last, x[0])}
+        voters = {slot for slot, _ in present}
+        if 2 * len(snapshots.attesters(closed, index) & voters) > len(voters):
+            return True
+        if not snapshots.is_attested(closed, index, counted):
+            return False
+        if not counted or index.step <= first or self.head(index.step - 1) == index.head:
+            return True
+        others = {slot for slot, _ in present - have_left(self.store, present)} - {self.slot}
+        with contextlib.suppress(Damaged):
+            for manifest in snapshots.chain_before(closed, index._replace(since=first + 1)):
+                if 2 * len(sides.slots_of(manifest) & others) <= len(others):
+                    return False
+                if self.head(manifest.step - 1) == manifest.previous:
+                    return True
+        return False
 
     def _compare_chains(self, closed: MembersOnly, step: int, within: range | None = None) -> bool:
         """Tells whether no other side is larger than its own; looks at some steps, or at all.
@@ -623,6 +666,7 @@ class Member:
                 if self._closed and deadline > self.deadline:  # it goes on without most
                     self._cut = step
                     self._compare_chains(self._closed, step)
+                    self._look_for_later_snapshot(step)
                     if self.astray:
                         continue
                 self._vain |= {slot: step for slot, _ in set(missing) & here - expected}
@@ -783,8 +827,8 @@ class Member:
                 packets = {slot: data for slot, data in packets.items() if slot not in lost}
             swept = len(packets) < len(counted)
             if swept:  # which happens only after two later snapshots
-                newest = snapshots.attested_steps(self.store, number=snapshots.NUM_KEPT)
-                if sum(later > step for later in newest) < snapshots.NUM_KEPT:
+                newest = itertools.islice(self.later_snapshots(step), snapshots.NUM_KEPT)
+                if len(list(newest)) < snapshots.NUM_KEPT:
                     if not is_last:
                         return None
                     self.astray = f"most members have what it lacks of {self.unit} {step}"

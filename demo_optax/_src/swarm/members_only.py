@@ -185,10 +185,11 @@ class MembersOnly(Store):
         return kind, self.roster.run, step, *fields, previous
 
     def put(self, key: str, data: bytes) -> None:
-        self.inner.put(self._name(key), self._sealed(key, data))
+        name = self._name(key)  # which another thread may change
+        self.inner.put(name, self._sealed(key, data))
         if _OWN.match(key) and records.step_in(key) is not None:  # what it said there before
             names = {self._name(key, number) for number in self._numbers(key)}
-            if others := names - {self._name(key)}:
+            if others := names - {name}:
                 self.inner.delete(sorted(others))
 
     def create(self, key: str, data: bytes) -> bool:

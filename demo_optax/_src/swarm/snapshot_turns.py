@@ -134,16 +134,14 @@ class SnapshotTurns:
         if since >= self._own[0]:
             self._own.append(step)
             return
-        member, store = self.member, self.member.store
+        member = self.member
         member.is_unheard = True
         member.tell(
             f"{member.unit} {step}: most members have signed no snapshot since that of {since}, so "
             "this worker sends nothing until they do: let the owner take those out of the roster "
             "that are gone for good"
         )
-        while member.is_unheard and not any(
-            x > since for x in snapshots.attested_steps(store, number=1)
-        ):
+        while member.is_unheard and next(member.later_snapshots(since), None) is None:
             if self._closing.wait(HEARD_SECONDS):
                 return
             self._sign_again()

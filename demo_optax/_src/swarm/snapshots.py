@@ -7,6 +7,7 @@ but a single process writes a snapshot, in a thread, while the others train.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -126,14 +127,20 @@ def counted_before(
     index: SnapshotIndex,
     known: Mapping[int, frozenset[MemberId]] | None = None,
 ) -> Iterator[tuple[int, frozenset[MemberId]]]:
-    """Yields the steps since the last attested snapshot, from the last one on, and who counted.
-
-    Raises `Damaged` where the manifests do not lead to the snapshot.
-    """
-    steps, found = range(index.step - 1, index.since - 1, -1), []
+    """Yields the steps since the last attested snapshot, from the last one on, and who counted."""
+    steps = range(index.step - 1, index.since - 1, -1)
     if known and all(step in known for step in steps):
         yield from ((step, known[step]) for step in steps)
-        return
+    else:
+        yield from ((manifest.step, manifest.members) for manifest in chain_before(store, index))
+
+
+def chain_before(store: MembersOnly, index: SnapshotIndex) -> Iterator[Manifest]:
+    """Yields the manifests that lead to a snapshot, from the last one to that of `index.since`.
+
+    Raises `Damaged` where one does not.
+    """
+    steps, found = range(index.step - 1, index.since - 1, -1), []
     head, lost = index.head, index.lost
     for number, step in enumerate(steps):
         if not found:  # ever more at a time, up to 64
@@ -145,7 +152,7 @@ def counted_before(
         if not follows or len(manifest.packets) < store.min_workers or not all(signed):
             raise Damaged(f"{index.file!r} must follow from the manifest of step {step}.")
         head, lost = manifest.previous, manifest.lost
-        yield step, manifest.members
+        yield manifest
 
 
 def _index_key(step: int, slot: int | None) -> str:
@@ -197,11 +204,18 @@ def read(store: Store, index: SnapshotIndex, like: Leaves) -> Leaves:
     raise Damaged(other)
 
 
-def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotIndex, Leaves]:
+def read_newest(
+    store: Store,
+    own: Leaves,
+    first: int = 0,
+    is_believed: Callable[[SnapshotIndex], bool] | None = None,
+) -> tuple[SnapshotIndex, Leaves]:
     """Returns the index and the arrays of the newest snapshot; writes the first one of a run.
 
-    Snapshots before the step ``first`` are of no use to the worker.
+    Snapshots before the step ``first`` are of no use to the worker, nor are those in which it does
+    not believe.
     """
+    is_believed = is_believed or functools.partial(is_attested, store)
     failures, closed = [], store if isinstance(store, MembersOnly) else None
     if not (found := _newest(store)):
         if not (is_taken := _is_taken(store)):
@@ -216,7 +230,7 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
             try:
                 if (index := read_index(store, step, slot)) is None:
                     continue
-                if is_attested(store, index):
+                if is_believed(index):
                     return index, read(store, index, like=own)
                 unsigned = f"most of those before have not signed that of step {step}"
                 failures.append(f"{unsigned}, or are in the roster no more")
@@ -259,13 +273,19 @@ def attested(
                 yield index
 
 
-def signed_by_most(store: MembersOnly, first: int, voters: Set[int]) -> SnapshotIndex | None:
-    """Returns the newest snapshot from a step on that more than half of these members signed."""
+def indices(store: Store, first: int) -> Iterator[SnapshotIndex]:
+    """Yields the indices of all snapshots from a step on, the newest ones first."""
     for step, slot in [x for x in _newest(store) if x[0] >= first]:
         with contextlib.suppress(Damaged):
-            index = read_index(store, step, slot)
-            if index and 2 * len(attesters(store, index) & voters) > len(voters):
-                return index
+            if (index := read_index(store, step, slot)) is not None:
+                yield index
+
+
+def signed_by_most(store: MembersOnly, first: int, voters: Set[int]) -> SnapshotIndex | None:
+    """Returns the newest snapshot from a step on that more than half of these members signed."""
+    for index in indices(store, first):
+        if 2 * len(attesters(store, index) & voters) > len(voters):
+            return index
     return None
 
 

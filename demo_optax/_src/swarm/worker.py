@@ -516,7 +516,7 @@ class SwarmWorker:
 
         def read() -> tuple[SnapshotIndex, Any]:
             first_step = 0 if self.member.astray else first
-            return snapshots.read_newest(self.member.store, own, first_step)
+            return snapshots.read_newest(self.member.store, own, first_step, self.member.believes)
 
         return self._go_on_from(*by_lead(read), params, opt_state)
 
