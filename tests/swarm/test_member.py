@@ -9,9 +9,10 @@ import threading
 import time
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from demo_optax._src.swarm import records, slots
+from demo_optax._src.swarm import records, slots, snapshots
 from demo_optax._src.swarm.member import ExchangeResult
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Manifest
@@ -193,7 +194,7 @@ def test_swept_packets_are_told_apart_from_lost_ones(store):
     everybody([first, second], 0)
     store.delete([f"packets/00000000/{x}" for x in store.names("packets/00000000")])
     for step in 1, 2:
-        store.put(f"snapshots/{step:08d}.json", b"{}")
+        snapshots.write(store, step, [np.ones(2, np.float32)])
     late = Member(store, "third", slots=8)
     result = late.receive(0)
     assert result.swept and result.packets == {}
