@@ -274,17 +274,12 @@ def its_own_future(run, liar, since, until):
         liar.store.put(records.step_key("manifests", step), records.encode(manifest))
         head = records.head(manifest)
     chain = dict(head=head, since=since, roster=run.roster().name)
-    return snapshots.write(liar.store, until, [LEAVES[0] * 666], slot=liar.slot, **chain)
+    return snapshots.write(liar.store, until, [x * 666 for x in LEAVES], slot=liar.slot, **chain)
 
 
 def test_a_future_that_one_member_writes_alone_is_for_no_worker_that_takes_part(run):
-    paris, rome, oslo = joined = run.members(deadline=0.3)
-    first, _ = snapshots.read_newest(paris.store, LEAVES)
-    for member in joined:
-        member.store.every = 4
-        member.go_on_from(first)
-    for step in range(6):
-        everybody(joined, step)
+    joined, first = trained(run, 6)
+    paris, rome, oslo = joined
     forged = [its_own_future(run, oslo, since, since + 4) for since in (900, 950)]
     assert all(snapshots.is_attested(paris.store, x) for x in forged)  # for a newcomer
     refs = [x.send(6, f"{x.worker:5} in 6".encode()) for x in joined]
@@ -297,14 +292,64 @@ def test_a_future_that_one_member_writes_alone_is_for_no_worker_that_takes_part(
         assert not any(map(member.believes, forged)) and list(member.later_snapshots(6)) == []
 
 
-def test_who_stood_still_believes_in_what_most_of_the_others_did_meanwhile(run):
-    paris, rome, oslo = joined = run.members(deadline=0.3)
-    first, _ = snapshots.read_newest(paris.store, LEAVES)
+def trained(run, steps, every=4):
+    """Members that have taken some steps from the first snapshot."""
+    joined = run.members(deadline=0.3)
+    first, _ = snapshots.read_newest(joined[0].store, LEAVES)
     for member in joined:
-        member.store.every = 4
+        member.store.every = every
         member.go_on_from(first)
-    for step in range(4):
+    for step in range(steps):
         everybody(joined, step)
+    return joined, first
+
+
+def test_a_past_that_one_member_writes_over_is_for_no_worker_that_takes_part(run):
+    joined, _ = trained(run, 30)
+    paris, rome, oslo = joined
+    chain = dict(head=paris.head(19), since=16, roster=run.roster().name)
+    genuine = snapshots.write(paris.store, 20, LEAVES, slot=0, **chain)
+    snapshots.attest(rome.store, genuine)
+    for member in joined:
+        member.judged_from = 24
+    everybody(joined, 30)
+    known = min(paris._decided)
+    assert known > genuine.step and paris.head(known - 1) == ""
+    forged = its_own_future(run, oslo, known - 4, known)
+    assert snapshots.is_attested(paris.store, forged) and not paris.believes(forged)
+    with mock.patch.object(snapshots, "attesters", return_value={0}):  # not by most signatures
+        assert not paris.believes(forged)
+
+
+def test_what_leads_to_all_that_a_worker_knows_is_believed(run):
+    joined, _ = trained(run, 30)
+    paris, _, oslo = joined
+    chain = dict(head=paris.head(19), since=16, roster=run.roster().name)
+    genuine = snapshots.write(paris.store, 20, LEAVES, slot=0, **chain)
+    for member in joined:
+        member.judged_from = 24
+    everybody(joined, 30)
+    assert min(oslo._decided) > 20 and not oslo.believes(genuine)
+    with mock.patch.object(snapshots, "is_attested", return_value=True):
+        assert oslo.believes(genuine)
+        assert not oslo.believes(genuine._replace(head="c" * 64))
+
+
+def test_a_snapshot_that_only_its_writer_believes_in_is_not_taken_over_in_its_turn(run):
+    joined, _ = trained(run, 24)
+    turns = SnapshotTurns(joined[0], 4)
+    joined[0].judged_from = 20
+    everybody(joined, 24)
+    oslo, counted = joined[2], joined[0].counted
+    forged = its_own_future(run, oslo, min(counted) - 1, 25)
+    assert snapshots.is_attested(joined[0].store, forged, counted)
+    turns._last = 26
+    assert turns._compare(25, oslo.slot, LEAVES, 1, turns._chain(25)) == (forged, mock.ANY, None)
+    turns.close()
+
+
+def test_who_stood_still_believes_in_what_most_of_the_others_did_meanwhile(run):
+    (paris, rome, oslo), _ = trained(run, 4)
     for step in range(4, 12):
         everybody([paris, rome], step)
     chain = dict(head=paris.head(11), since=8, roster=run.roster().name)

@@ -539,8 +539,14 @@ class Member:
             return True
         if not snapshots.is_attested(closed, index, counted):
             return False
-        if not counted or index.step <= first or self.head(index.step - 1) == index.head:
+        if not counted or self.head(index.step - 1) == index.head:
             return True
+        if index.step <= first:  # what it knows must follow from there
+            known = index._replace(step=first + 1, head=self.head(first), lost=self.lost(first))
+            with contextlib.suppress(Damaged):
+                *_, after = snapshots.chain_before(closed, known._replace(since=index.step))
+                return after.previous == index.head
+            return False
         others = {slot for slot, _ in present - have_left(self.store, present)} - {self.slot}
         with contextlib.suppress(Damaged):
             for manifest in snapshots.chain_before(closed, index._replace(since=first + 1)):
@@ -827,8 +833,8 @@ class Member:
                 packets = {slot: data for slot, data in packets.items() if slot not in lost}
             swept = len(packets) < len(counted)
             if swept:  # which happens only after two later snapshots
-                newest = itertools.islice(self.later_snapshots(step), snapshots.NUM_KEPT)
-                if len(list(newest)) < snapshots.NUM_KEPT:
+                newest = itertools.groupby(self.later_snapshots(step), lambda x: x.step)
+                if len(list(itertools.islice(newest, snapshots.NUM_KEPT))) < snapshots.NUM_KEPT:
                     if not is_last:
                         return None
                     self.astray = f"most members have what it lacks of {self.unit} {step}"

@@ -213,8 +213,7 @@ class SnapshotTurns:
 
     def _is_believed(self, index: SnapshotIndex) -> bool:
         """Waits until most members have signed a snapshot; none is taken over before."""
-        store = self.member.store
-        while not snapshots.is_attested(store, index, self.member.counted):
+        while not self.member.believes(index):
             if self._last > index.step or self._closing.wait(POLL_SECONDS):
                 return False
         return True

@@ -234,6 +234,8 @@ def read_newest(
                     return index, read(store, index, like=own)
                 unsigned = f"most of those before have not signed that of step {step}"
                 failures.append(f"{unsigned}, or are in the roster no more")
+                if is_attested(store, index):
+                    failures[-1] = f"nothing that this worker knows leads to that of step {step}"
             except Damaged as error:
                 failures.append(str(error))
         found = _newest(store)
@@ -241,7 +243,7 @@ def read_newest(
     reasons = "; ".join(dict.fromkeys(failures)) or f"none of step {first} or later is there"
     raise SwarmError(
         f"no snapshot can be read: {reasons}. Make sure that model and optimizer are those of the "
-        "run, or start a new run in another place."
+        "run, and start this worker again, or start a new run in another place."
     )
 
 
