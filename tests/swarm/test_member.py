@@ -212,24 +212,27 @@ def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(join):
         exchange(before, 1)
 
 
-def test_steps_are_read_ahead_with_their_packets(store):
+def test_steps_are_read_ahead_and_no_more_packets_at_once_than_there_are_slots(store):
     first, second = members(store, 2, min_workers=2)
     rounds = [everybody([first, second], step)[0] for step in range(10)]
     late = Member(store, "third", slots=8)
-    names = [late.name_of(x.me) for x in (first, second)]
+    names, held = [late.name_of(x.me) for x in (first, second)], []
     late.read_ahead(2, 5)
     with mock.patch.object(store, "get", wraps=store.get) as get:
         for step in range(2, 7):
             result = late.receive(step)
             assert result.packets == rounds[step].packets and list(result.members) == names
-    assert not get.called
+            asked = [call.args[0] for call in get.call_args_list]
+            assert all(key.endswith(".packet") for key in asked)
+            held.append(len(asked) - 2 * (step - 2))  # with those of this step
+    assert held == [8, 6, 4, 2, 2]
     assert late.receive(7).packets == rounds[7].packets
     assert store.names("packets/00000010") == []
     late.read_ahead(7, 5)
     assert store.names("packets/00000012") == ["002.000001.here"]
 
 
-def test_packets_are_read_ahead_as_far_as_so_many_bytes_go(store, monkeypatch):
+def test_large_packets_are_not_read_ahead(store, monkeypatch):
     size, ahead = len(b"worker-0 in 0"), "demo_optax._src.swarm.member.AHEAD_BYTES"
     (first,) = members(store, 1)
     rounds = [exchange(first, step) for step in range(4)]
@@ -238,12 +241,12 @@ def test_packets_are_read_ahead_as_far_as_so_many_bytes_go(store, monkeypatch):
     late.expect(size)
     late.read_ahead(0, 4)
     with mock.patch.object(store, "get", wraps=store.get) as get:
-        assert [late.receive(step).packets for step in (0, 1)] == [x.packets for x in rounds[:2]]
-    assert sum(call.args[0].endswith("1.packet") for call in get.call_args_list) == 1
+        assert late.receive(0).packets == rounds[0].packets
+    assert sum(call.args[0].endswith(".packet") for call in get.call_args_list) == 1
     monkeypatch.setattr(ahead, size - 1)
     late.expect(size)
-    late.read_ahead(2, 2)
-    assert [late.receive(step).packets for step in (2, 3)] == [x.packets for x in rounds[2:]]
+    late.read_ahead(1, 3)
+    assert [late.receive(step).packets for step in range(1, 4)] == [x.packets for x in rounds[1:]]
 
 
 def test_a_packet_much_larger_than_those_of_the_run_is_not_read(store, monkeypatch):

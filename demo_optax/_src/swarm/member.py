@@ -156,7 +156,8 @@ class Member:
         self._packets: dict[PacketRef, bytes] = {}  # of the current step
         self._sent: dict[int, tuple] = {}  # its own last two: what `send` of the steps takes
         self._ahead: dict[int, Manifest] = {}  # what was read ahead
-        self._prefetched: dict[str, bytes] = {}  # and its packets
+        self._to_read: list[str] = []  # packets of these steps, in order
+        self._prefetched: dict[str, bytes] = {}  # those that were read
         self._packet_bytes: int | None = None  # of a packet that may count, if it is known
         self._wrong: set[MemberId] = set()  # senders of other packets, which were told
         self._names: dict[MemberId, str] = {}
@@ -309,15 +310,22 @@ class Member:
         self._packets = {}
         self._last_time = None  # otherwise the next duration would contain the catching up
         manifest = self._await_manifest(step)
+        at_once = min(self.slots, AHEAD_BYTES // (self._packet_bytes or 1))
+        while at_once and self._to_read and records.step_in(self._to_read[0]) == step:
+            now, self._to_read = self._to_read[:at_once], self._to_read[at_once:]
+            self._prefetched |= self._read_all(now)
         return self._fetch(manifest, is_past=True)
 
     def read_ahead(self, first: int, steps: int) -> None:
-        """Reads the manifests of the next steps at once, and at most 100 MB of their packets."""
+        """Reads the manifests of the next steps at once, and lets `receive` read packets ahead.
+
+        It reads no more of these at once than there are slots, and at most 100 MB.
+        """
         self._ahead = manifests_of(self.store, range(first, first + steps))
         if len(self._ahead) < steps:  # so that a replay ends even if it is not faster
             self.announce(first + len(self._ahead) + STEPS_TO_ANNOUNCE)
-        packets = [self._steps.key(n, x) for n, m in self._ahead.items() for x in m.packets]
-        self._prefetched = self._read_all(packets[: AHEAD_BYTES // (self._packet_bytes or 1)])
+        self._to_read = [self._steps.key(n, x) for n, m in self._ahead.items() for x in m.packets]
+        self._prefetched = {}
 
     def manifest(self, step: int) -> Manifest | None:
         """Returns which packets count in a step, or None if it is not decided."""
@@ -393,7 +401,8 @@ class Member:
                 known = None if self.astray else self.counted
                 counted.update(snapshots.counted_before(self._closed, index, known))
         with self._lock:
-            self.astray, self._cut, self._ahead, self._prefetched = None, 0, {}, {}
+            self.astray, self._cut, self._ahead = None, 0, {}
+            self._prefetched, self._to_read = {}, []
             self._may_have_sent, self.is_unheard, head = True, False, index.head
             self._steps = Steps(self.store, self.slots)  # what was said may be written over
             if self._closed:
