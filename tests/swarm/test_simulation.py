@@ -22,9 +22,9 @@ CASES = (
     "--closed --seeds 81:82 133:134",
     # Who came back trailed the other for ever, by the time for which it waited in each step.
     "--closed --members 2 --kinds kill freeze 'kill all' --seeds 60:61 82:83 135:136",
-    # Only somebody who had been late in a step was left of those who went on from it.
+    # Most of those who had decided some steps were taken out, and another one was cut off.
     "--closed --seeds 1574:1575",
-    # Of two sides under different rosters one saw only what the other had said before.
+    # All stand still in the first steps while the roster changes, and wait as long as by default.
     "--closed --deadline 0 --seeds 81:82",
 )
 

@@ -506,15 +506,18 @@ class Member:
     def _left_out(self, step: int, slots: Set[int]) -> set[MemberId]:
         """Returns who is missing of those who counted and have not left, if most are.
 
-        These are all since the last attested snapshot, so that they are not left out by halves. A
-        slot is that of the last process which counted there.
+        These are all since the last attested snapshot, so that they are not left out by halves.
         """
         counted = [x for n, x in self.counted.items() if self._cut <= n < step]
         left = {slot for slot, _ in self._left} - slots
-        newest = dict(sorted(set().union(*counted))).items()
-        voters = {x for x in newest if x[0] not in left and self._steps.has(step, x[0])}
+        voters = {x for x in self._voters(step, counted) if x[0] not in left}
         missing = {x for x in voters if x[0] not in slots}
         return missing if 2 * len(missing) >= len(voters) else set()
+
+    def _voters(self, step: int, counted: Iterable[Set[MemberId]]) -> set[MemberId]:
+        """Returns who counted and is still a member: the last process in each slot."""
+        newest = dict(sorted(set().union(*counted))).items()
+        return {x for x in newest if self._steps.has(step, x[0])}
 
     def _go_back(self, step: int, why: str) -> None:
         self.astray = f"{why}: it goes back to a snapshot"
@@ -540,17 +543,22 @@ class Member:
         """
         if (closed := self._closed) is None:
             return True
-        counted, first, last = self.counted, min(self._decided), max(self._decided)
-        newest = dict(sorted(set().union(*counted.values()))).items()
-        present = {x for x in newest if self._steps.has(last, x[0])}
-        voters = {slot for slot, _ in present}
-        if 2 * len(snapshots.attesters(closed, index) & voters) > len(voters):
+        counted = self.counted
+        present = self._voters(max(self._decided), counted.values())
+        if snapshots.is_signed_by_most(closed, index, {slot for slot, _ in present}):
             return True
         if not snapshots.is_attested(closed, index, counted):
             return False
-        if not counted or self.head(index.step - 1) == index.head:
+        return not counted or self._is_linked(closed, index, present)
+
+    def _is_linked(self, closed: MembersOnly, index: SnapshotIndex, present: Set[MemberId]) -> bool:
+        """Tells whether steps lead from a snapshot to what this worker has applied, or from there.
+
+        In those that it has not applied most of the others who are ``present`` must have counted.
+        """
+        if self.head(index.step - 1) == index.head:
             return True
-        if index.step <= first:  # what it knows must follow from there
+        if index.step <= (first := min(self._decided)):  # what it knows must follow from there
             known = index._replace(step=first + 1, head=self.head(first), lost=self.lost(first))
             with contextlib.suppress(Damaged):
                 *_, after = snapshots.chain_before(closed, known._replace(since=index.step))
@@ -588,7 +596,7 @@ class Member:
         others = {head: slots - {self.slot} for head, slots in votes.items() if head != mine}
         if thorough and any(others.values()):
             counted = [x for n, x in self.counted.items() if n < fork]
-            voters = {slot for slot, _ in set().union(*counted) if self._steps.has(fork, slot)}
+            voters = {slot for slot, _ in self._voters(fork, counted)}
             signed = snapshots.signed_by_most(closed, fork, voters)
             if signed is not None and self.head(signed.step - 1) != signed.head:
                 self._go_back(step, f"most members signed a snapshot at {signed.step} of others")

@@ -283,10 +283,14 @@ def indices(store: Store, first: int) -> Iterator[SnapshotIndex]:
                 yield index
 
 
+def is_signed_by_most(store: MembersOnly, index: SnapshotIndex, voters: Set[int]) -> bool:
+    return 2 * len(attesters(store, index) & voters) > len(voters)
+
+
 def signed_by_most(store: MembersOnly, first: int, voters: Set[int]) -> SnapshotIndex | None:
     """Returns the newest snapshot from a step on that more than half of these members signed."""
     for index in indices(store, first):
-        if 2 * len(attesters(store, index) & voters) > len(voters):
+        if is_signed_by_most(store, index, voters):
             return index
     return None
 
