@@ -67,7 +67,7 @@ def everybody(joined, step):
 
 def know_otherwise(member, step, **changes):
     """Lets a member know a step that it has decided in another way."""
-    member._decided[step] = member._decided[step]._replace(**changes)
+    member.chain._decided[step] = member.chain._decided[step]._replace(**changes)
 
 
 def numbered(run_folder):

@@ -139,7 +139,7 @@ def test_the_deadline_of_rounds_is_half_a_round_however_few_steps_the_last_has(
     (member,) = members(store, 1, deadline=None)
     member.exchange(0, b"a packet", **of_rounds)
     member.exchange(1, b"a packet", steps=1)
-    member._durations.extend([10.0] * 4)
+    member.pace._durations.extend([10.0] * 4)
     assert member.deadline == deadline
 
 
@@ -328,12 +328,12 @@ def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
     (member,) = members(store, 1)
     for name in "put", "create":
         monkeypatch.setattr(store, name, lambda key, data: True)
-    monkeypatch.setattr(member, "_require_next", lambda step, manifest: None)
+    monkeypatch.setattr(member.chain, "_require_next", lambda step, manifest: None)
     ended, packet = threading.Event(), records.PacketRef(0, 0, "0" * 64)
 
     def exchanging():
         for step in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
-            member._keep(step, Manifest(step, (packet,), "", 0.0))
+            member.chain.keep(step, Manifest(step, (packet,), "", 0.0))
 
     def leaving():
         try:

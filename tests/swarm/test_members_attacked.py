@@ -98,7 +98,7 @@ def test_whoever_has_the_store_and_no_key_is_believed_in_nothing(run):
         member.announce(0)
     tries = 0
     for step in range(1, 16):
-        anybody, previous = run.anybody, joined[0].head(step - 1)
+        anybody, previous = run.anybody, joined[0].chain.head(step - 1)
         ref = PacketRef(0, 9, records.sha256(b"evil"), 1, 1, "0" * 128)
         forged = records.encode(records.Manifest(step, (ref,), previous, 1.0))
         held = [x for f in ("manifests", "packets", "slots") for x in physical(run, f)]
@@ -133,7 +133,7 @@ def test_whoever_has_the_store_and_no_key_is_believed_in_nothing(run):
         results = everybody(joined, step)
         assert len({x.manifest for x in results}) == 1
         assert sorted(results[0].packets) == [0, 1, 2]
-        assert len({member.head(step) for member in joined}) == 1
+        assert len({member.chain.head(step) for member in joined}) == 1
     assert tries >= 300
     assert [x.step for x in last_manifests(joined[0].store)] == list(range(16))
 
@@ -159,54 +159,54 @@ def test_a_manifest_that_was_lost_is_decided_again_and_nobody_has_another_head(r
     for member in (rome, oslo):
         member._agree(1, member.manifest(0).members, len(b"paris in 1"), time.monotonic())
     assert paris_first.packets == rome.manifest(1).packets
-    assert len({member.head(1) for member in joined}) == 1
+    assert len({member.chain.head(1) for member in joined}) == 1
     everybody(joined, 2)
-    assert len({member.head(2) for member in joined}) == 1
+    assert len({member.chain.head(2) for member in joined}) == 1
 
 
 def test_an_instant_proposer_that_lists_itself_alone_gains_nothing(run):
     paris, rome, oslo = joined = run.members(deadline=5.0)
     everybody(joined, 0)
     own = oslo.send(1, b"oslo  in 1")
-    put_manifest(run, "oslo", 1, [own], oslo.head(0))
+    put_manifest(run, "oslo", 1, [own], oslo.chain.head(0))
     assert paris.manifest(1) is None and rome.manifest(1) is None
     results = together([functools.partial(exchange, x, 1) for x in (paris, rome)])
     assert all(sorted(x.packets) == [0, 1, 2] for x in results)
-    assert paris.head(1) == rome.head(1)
+    assert paris.chain.head(1) == rome.chain.head(1)
 
 
 def test_the_side_of_more_members_goes_on_and_the_other_one_goes_back(run):
     said = []
-    paris, rome, oslo = joined = run.members(deadline=1.0)
-    oslo.tell = said.append
+    paris, rome, oslo = joined = run.members(deadline=1.0, tell=said.append)
     everybody(joined, 0)
     know_otherwise(oslo, 0, head="a" * 64)
     results = together([functools.partial(exchange, x, 1) for x in joined])
     assert [x.swept for x in results] == [False, False, True]
     assert sorted(results[0].packets) == [0, 1]
     assert "2 members go on from another step 0 than this worker, whose side has 1" in said[-1]
-    assert paris.head(1) == rome.head(1) and oslo.astray
+    assert paris.chain.head(1) == rome.chain.head(1) and oslo.chain.astray
 
 
 def test_a_packet_of_another_head_or_step_or_run_is_of_nobody(run):
     paris, rome = run.members("paris", "rome")
     everybody([paris, rome], 0)
     packet = PacketRef(1, 1, records.sha256(b"x"))
-    signed = rome.store.sign(1, packet, rome.head(0))
-    assert paris.store.is_signed(1, signed, rome.head(0))
+    signed = rome.store.sign(1, packet, rome.chain.head(0))
+    assert paris.store.is_signed(1, signed, rome.chain.head(0))
     for step, changed, previous in [
-        (2, signed, rome.head(0)),
+        (2, signed, rome.chain.head(0)),
         (1, signed, "0" * 64),
-        (1, signed._replace(slot=0), rome.head(0)),
-        (1, signed._replace(tokens=10**15), rome.head(0)),
-        (1, signed._replace(steps=2), rome.head(0)),
-        (1, signed._replace(incarnation=2), rome.head(0)),
-        (1, signed._replace(sha256="0" * 64), rome.head(0)),
-        (1, signed._replace(seal=""), rome.head(0)),
+        (1, signed._replace(slot=0), rome.chain.head(0)),
+        (1, signed._replace(tokens=10**15), rome.chain.head(0)),
+        (1, signed._replace(steps=2), rome.chain.head(0)),
+        (1, signed._replace(incarnation=2), rome.chain.head(0)),
+        (1, signed._replace(sha256="0" * 64), rome.chain.head(0)),
+        (1, signed._replace(seal=""), rome.chain.head(0)),
     ]:
         assert not paris.store.is_signed(step, changed, previous)
     rome.store.roster = rome.store.roster._replace(run="0" * 32)
-    assert not paris.store.is_signed(1, rome.store.sign(1, packet, rome.head(0)), rome.head(0))
+    foreign = rome.store.sign(1, packet, rome.chain.head(0))
+    assert not paris.store.is_signed(1, foreign, rome.chain.head(0))
 
 
 def test_who_announces_itself_in_vain_is_waited_for_once_in_ten_steps(run):
@@ -239,7 +239,7 @@ def test_a_forged_snapshot_of_one_member_is_passed_over(tmp_path):
     liar = workers[2].member
     leaves = snapshots.read_newest(liar.store, shared_of(workers[0], *ends[0][0]))[1]
     forged = [x + 1 if x.dtype.kind == "f" else x for x in leaves]
-    chain = {"head": liar.head(9), "since": 9, "roster": run.roster().name}
+    chain = {"head": liar.chain.head(9), "since": 9, "roster": run.roster().name}
     assert snapshots.write(liar.store, 10, forged, slot=2, **chain)
     chain |= {"since": 0, "head": "0" * 64}
     assert snapshots.write(liar.store, 1000, forged, slot=2, **chain)
@@ -262,7 +262,7 @@ def test_a_worker_on_the_smaller_side_goes_back_to_a_snapshot_and_has_equal_para
     states = [end[0] for end in ends]
     later = swarms.all_take_steps(workers, 12, states)
     assert later[0][1] == later[1][1]
-    assert later[2][1][12] == later[0][1][12] and astray.astray is None
+    assert later[2][1][12] == later[0][1][12] and astray.chain.astray is None
 
 
 def its_own_future(run, liar, since, until):
@@ -283,13 +283,14 @@ def test_a_future_that_one_member_writes_alone_is_for_no_worker_that_takes_part(
     forged = [its_own_future(run, oslo, since, since + 4) for since in (900, 950)]
     assert all(snapshots.is_attested(paris.store, x) for x in forged)  # for a newcomer
     refs = [x.send(6, f"{x.worker:5} in 6".encode()) for x in joined]
-    put_manifest(run, "oslo", 6, refs, paris.head(5))
+    put_manifest(run, "oslo", 6, refs, paris.chain.head(5))
     run.anybody.delete([oslo.store._name(oslo._steps.key(6, refs[2]))])
     results = together([functools.partial(x.receive, 6) for x in (paris, rome)])
     assert [sorted(x.packets) for x in results] == [[0, 1]] * 2  # nothing is swept
-    assert snapshots.read_newest(paris.store, LEAVES, is_believed=paris.believes)[0] == first
+    assert snapshots.read_newest(paris.store, LEAVES, is_believed=paris.chain.believes)[0] == first
     for member in paris, rome:
-        assert not any(map(member.believes, forged)) and list(member.later_snapshots(6)) == []
+        assert not any(map(member.chain.believes, forged))
+        assert list(member.chain.later_snapshots(6)) == []
 
 
 def trained(run, steps, every=4):
@@ -307,40 +308,40 @@ def trained(run, steps, every=4):
 def test_a_past_that_one_member_writes_over_is_for_no_worker_that_takes_part(run):
     joined, _ = trained(run, 30)
     paris, rome, oslo = joined
-    chain = dict(head=paris.head(19), since=16, roster=run.roster().name)
+    chain = dict(head=paris.chain.head(19), since=16, roster=run.roster().name)
     genuine = snapshots.write(paris.store, 20, LEAVES, slot=0, **chain)
     snapshots.attest(rome.store, genuine)
     for member in joined:
-        member.judged_from = 24
+        member.chain.judged_from = 24
     everybody(joined, 30)
-    known = min(paris._decided)
-    assert known > genuine.step and paris.head(known - 1) == ""
+    known = min(paris.chain._decided)
+    assert known > genuine.step and paris.chain.head(known - 1) == ""
     forged = its_own_future(run, oslo, known - 4, known)
-    assert snapshots.is_attested(paris.store, forged) and not paris.believes(forged)
+    assert snapshots.is_attested(paris.store, forged) and not paris.chain.believes(forged)
     with mock.patch.object(snapshots, "attesters", return_value={0}):  # not by most signatures
-        assert not paris.believes(forged)
+        assert not paris.chain.believes(forged)
 
 
 def test_what_leads_to_all_that_a_worker_knows_is_believed(run):
     joined, _ = trained(run, 30)
     paris, _, oslo = joined
-    chain = dict(head=paris.head(19), since=16, roster=run.roster().name)
+    chain = dict(head=paris.chain.head(19), since=16, roster=run.roster().name)
     genuine = snapshots.write(paris.store, 20, LEAVES, slot=0, **chain)
     for member in joined:
-        member.judged_from = 24
+        member.chain.judged_from = 24
     everybody(joined, 30)
-    assert min(oslo._decided) > 20 and not oslo.believes(genuine)
+    assert min(oslo.chain._decided) > 20 and not oslo.chain.believes(genuine)
     with mock.patch.object(snapshots, "is_attested", return_value=True):
-        assert oslo.believes(genuine)
-        assert not oslo.believes(genuine._replace(head="c" * 64))
+        assert oslo.chain.believes(genuine)
+        assert not oslo.chain.believes(genuine._replace(head="c" * 64))
 
 
 def test_a_snapshot_that_only_its_writer_believes_in_is_not_taken_over_in_its_turn(run):
     joined, _ = trained(run, 24)
     turns = SnapshotTurns(joined[0], 4)
-    joined[0].judged_from = 20
+    joined[0].chain.judged_from = 20
     everybody(joined, 24)
-    oslo, counted = joined[2], joined[0].counted
+    oslo, counted = joined[2], joined[0].chain.counted
     forged = its_own_future(run, oslo, min(counted) - 1, 25)
     assert snapshots.is_attested(joined[0].store, forged, counted)
     turns._last = 26
@@ -352,13 +353,13 @@ def test_who_stood_still_believes_in_what_most_of_the_others_did_meanwhile(run):
     (paris, rome, oslo), _ = trained(run, 4)
     for step in range(4, 12):
         everybody([paris, rome], step)
-    chain = dict(head=paris.head(11), since=8, roster=run.roster().name)
+    chain = dict(head=paris.chain.head(11), since=8, roster=run.roster().name)
     index = snapshots.write(paris.store, 12, LEAVES, slot=0, **chain)
     snapshots.attest(rome.store, index)
     oslo.store.look_for_roster()
-    assert list(oslo.later_snapshots(4)) == [index] == list(paris.later_snapshots(4))
+    assert list(oslo.chain.later_snapshots(4)) == [index] == list(paris.chain.later_snapshots(4))
     forged = its_own_future(run, rome, 13, 17)
-    assert forged and list(oslo.later_snapshots(4)) == [index]
+    assert forged and list(oslo.chain.later_snapshots(4)) == [index]
 
 
 def test_what_is_written_under_a_name_stays_if_the_roster_changes_meanwhile(run):
@@ -386,9 +387,9 @@ def test_nobody_is_left_out_half_by_half(run):
     joined = run.members(*names, deadline=30.0)
     everybody(joined, 0)
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined[:3]]
-    put_manifest(run, "oslo", 1, refs, joined[0].head(0))
+    put_manifest(run, "oslo", 1, refs, joined[0].chain.head(0))
     assert joined[0].manifest(1) is not None  # three of five
-    head = joined[0].head(1)
+    head = joined[0].chain.head(1)
     refs = [joined[2].store.sign(2, PacketRef(*joined[2].me, "0" * 64), head)]
     refs = [joined[1].store.sign(2, PacketRef(*joined[1].me, "0" * 64), head), *refs]
     put_manifest(run, "oslo", 2, refs, head)
@@ -410,7 +411,7 @@ def test_a_manifest_of_those_who_were_taken_out_is_not_believed(run):
     paris, oslo = run.members("paris", "oslo")
     everybody([paris, oslo], 0)
     ref = oslo.send(1, b"oslo  in 1")
-    name, data = signed_manifest(run, "oslo", 1, [ref], oslo.head(0))
+    name, data = signed_manifest(run, "oslo", 1, [ref], oslo.chain.head(0))
     run.change(without=["oslo"])
     run.anybody.put(name, data)
     late = run.member("rome")
@@ -426,7 +427,7 @@ def test_all_go_on_if_what_they_signed_was_deleted_for_as_long_as_all_had_two_tu
     members = [worker.member for worker in workers]
 
     def delete():
-        while not all(x.is_unheard for x in members):
+        while not all(x.chain.is_unheard for x in members):
             keys = physical(run, "attested")
             run.anybody.delete([x for x in keys if "/00000000/" not in x])
             time.sleep(0.005)
@@ -485,11 +486,11 @@ def test_a_time_that_a_member_signs_decides_nothing(run):
     alone = [joined[2].send(1, b"oslo  in 1")]
     for step, packets, previous in (
         (0, first.packets, first.previous),
-        (1, alone, joined[2].head(0)),
+        (1, alone, joined[2].chain.head(0)),
     ):
         put_manifest(run, "oslo", step, packets, previous, time=0.0)
     late = run.member("rome", deadline=0.1)
-    assert late.receive(0).manifest.time == 0 and late.head(0) == joined[2].head(0)
+    assert late.receive(0).manifest.time == 0 and late.chain.head(0) == joined[2].chain.head(0)
     assert late.manifest(1) is None
     time.sleep(0.6)  # five deadlines by its own clock, but others may lack a packet for a second
     assert late.manifest(1) is None
@@ -499,7 +500,7 @@ def test_a_time_that_a_member_signs_decides_nothing(run):
 
 def test_a_step_of_fewer_than_min_workers_is_not_there_for_readers_either(run):
     oslo, paris, rome = run.member("oslo"), run.member("paris", min_workers=2), run.member("rome")
-    put_manifest(run, "oslo", 0, [oslo.send(0, b"x")], oslo.head(-1))
+    put_manifest(run, "oslo", 0, [oslo.send(0, b"x")], oslo.chain.head(-1))
     assert paris.manifest(0) is None and rome.manifest(0) is not None
 
 
@@ -526,7 +527,7 @@ def test_a_worker_whose_snapshots_nobody_signs_stops_until_the_owner_takes_the_o
     with ThreadPoolExecutor(1) as thread:
         going = thread.submit(swarms.take_steps, alone, 12, state, slowly)
         time.sleep(12)
-        assert not going.done() and alone.member.is_unheard and alone.number < 10
+        assert not going.done() and alone.member.chain.is_unheard and alone.number < 10
         waits = "so this worker sends nothing until they do: let the owner take"
         assert any(waits in x for x in said)
         run.change(without=["worker-1"])
@@ -572,7 +573,7 @@ def test_a_roster_that_the_owner_has_not_signed_stops_nobody(run):
         f"{'0' * 32} 2 {digest} {signature}",
         f"{word} {number} {'0' * 64} {signature}",
     ):
-        put_manifest(run, "rome", 1, refs, paris.head(0), roster=forged)
+        put_manifest(run, "rome", 1, refs, paris.chain.head(0), roster=forged)
         assert paris.manifest(1) is None and not paris.store.missing
 
 
@@ -586,7 +587,7 @@ def test_who_has_long_known_a_roster_takes_no_manifest_that_comes_later_with_an_
     paris.store.known_since -= 100
     assert paris.manifest(1) is None
     refs = tuple(x.send(1, b"in 1") for x in (paris, rome))
-    manifest = records.Manifest(1, refs, paris.head(0), time.time(), earlier)
+    manifest = records.Manifest(1, refs, paris.chain.head(0), time.time(), earlier)
     rome.store.put("manifests/00000001", records.encode(manifest))
     late = run.member("rome")
     late.receive(0)
@@ -608,7 +609,7 @@ def test_a_run_that_one_member_shows_alone_or_in_haste_is_not_believed(run):
         (2, 3, 1, False),
         (4, 1, 1, False),
     ):
-        chain = {"head": oslo.head(3), "since": since, "roster": run.roster().name}
+        chain = {"head": oslo.chain.head(3), "since": since, "roster": run.roster().name}
         oslo.store.delete(["snapshots/00000004.002.json"])
         assert snapshots.write(oslo.store, 4, LEAVES, slot=2, **chain)
         store.min_workers, store.every = min_workers, every
@@ -648,7 +649,9 @@ def test_a_packet_is_lost_only_if_most_of_those_who_counted_have_signed_that(run
     put_manifest(run, "oslo", 2, [ref], head, lost=(0,))
     late = run.member("rome")
     late.receive(0)
-    assert sorted(late.receive(1).packets) == [0, 1, 2] and late.head(1) == joined[0].head(1)
+    assert sorted(late.receive(1).packets) == [0, 1, 2] and late.chain.head(1) == joined[
+        0
+    ].chain.head(1)
 
 
 def test_snapshots_that_nobody_signs_do_not_make_a_lost_packet_a_swept_one(run):
@@ -737,7 +740,7 @@ def test_snapshots_of_one_member_cost_the_others_no_more_in_a_long_run(run):
     joined, heads = run.members(), []
     for step in range(40):
         everybody(joined, step)
-        heads.append(joined[2].head(step))
+        heads.append(joined[2].chain.head(step))
     liar = joined[2].store
     for step, head in enumerate(heads[20:], 21):
         assert snapshots.write(liar, step, LEAVES, slot=2, head=head, roster=run.roster().name)

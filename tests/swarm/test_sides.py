@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from demo_optax._src.swarm import records, sides, snapshots, steps
+from demo_optax._src.swarm.chain import Decided
+from demo_optax._src.swarm.pace import Pace
 from demo_optax._src.swarm.records import PacketRef, SnapshotIndex
-from demo_optax._src.swarm.sides import Decided
 from demo_optax._src.swarm.slots import last_claim
 from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
 from demo_optax._src.swarm.steps import Said
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("virtual_waits")
 def send_all(run, joined, step):
     """All send, and the last one decides; returns the references."""
     refs = [x.send(step, f"{x.worker:5} in {step}".encode()) for x in joined]
-    put_manifest(run, joined[-1].worker, step, refs, joined[0].head(step - 1))
+    put_manifest(run, joined[-1].worker, step, refs, joined[0].chain.head(step - 1))
     return refs
 
 
@@ -65,7 +66,7 @@ def index_of(run, step, **chain):
 def test_a_member_that_decides_the_first_step_alone_gains_nothing(run):
     paris, rome, oslo = run.members(deadline=0.3, min_workers=2)
     ref = oslo.send(0, b"oslo  in 0")
-    put_manifest(run, "oslo", 0, [ref], oslo.head(-1))
+    put_manifest(run, "oslo", 0, [ref], oslo.chain.head(-1))
     results = everybody([paris, rome], 0)
     assert all(sorted(x.packets) == [0, 1, 2] and not x.swept for x in results)
 
@@ -86,7 +87,7 @@ def test_nobody_goes_back_to_follow_a_manifest_that_is_not_there(run):
         exchange(alone, step)
     paris, rome = run.members("paris", "rome", deadline=0.3, min_workers=2)
     everybody([paris, rome], 0)
-    assert rome._steps.sent(1, [paris.slot])[0].head != rome.head(0)
+    assert rome._steps.sent(1, [paris.slot])[0].head != rome.chain.head(0)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(exchange, rome, 1)
         while rome.last_sent != 1:
@@ -101,12 +102,12 @@ def test_all_go_on_from_a_snapshot_before_which_a_packet_was_lost(run):
     refs = send_all(run, joined, 1)
     hide(run, joined[2], 1, refs[2])
     together([functools.partial(x.receive, 1) for x in joined[:2]])
-    head, lost = joined[0].head(1), joined[0].lost(1)
+    head, lost = joined[0].chain.head(1), joined[0].chain.lost(1)
     index, again = index_of(run, 2, head=head, lost=lost), run.members(deadline=0.3)
     for member in again:
         member.go_on_from(index)
     results = everybody(again, 2)
-    assert lost == (2,) and {x.head(1) for x in again} == {head}
+    assert lost == (2,) and {x.chain.head(1) for x in again} == {head}
     assert all(len(x.packets) == 3 and x.manifest.lost == (2,) for x in results)
 
 
@@ -125,7 +126,8 @@ def test_those_who_lack_a_packet_stay_together_whenever_each_gives_up(tmp_path, 
     for member in joined[have:]:  # one after another
         member.receive(1)
         member.send(2, f"{member.worker:5} in 2".encode())
-    assert {x.lost(1) for x in joined[have:]} == {(0,)} and not any(x.astray for x in joined)
+    assert {x.chain.lost(1) for x in joined[have:]} == {(0,)}
+    assert not any(x.chain.astray for x in joined)
     results = together([functools.partial(exchange, x, 2) for x in joined])
     assert [x.swept for x in results] == [True] * have + [False] * (number - have)
 
@@ -144,7 +146,7 @@ def test_a_decided_step_is_believed_by_those_who_had_left(run):
     late = run.member("rome", deadline=0.3)
     for step in range(4):
         late.receive(step)
-    assert late.head(3) == paris.head(3) and not late.astray
+    assert late.chain.head(3) == paris.chain.head(3) and not late.chain.astray
     assert written == {name: run.anybody.get(name) for name in physical(run, "manifests")}
 
 
@@ -152,7 +154,7 @@ def test_a_run_goes_on_from_its_snapshot_once_most_are_taken_out(run):
     joined, _ = begun(run, deadline=0.3)
     for step in range(4):
         everybody(joined, step)
-    chain = dict(head=joined[0].head(3), since=0, roster=run.roster().name)
+    chain = dict(head=joined[0].chain.head(3), since=0, roster=run.roster().name)
     index = snapshots.write(joined[0].store, 4, ONES, slot=0, **chain)
     for member in joined[1:]:
         snapshots.attest(member.store, index)
@@ -194,7 +196,7 @@ def test_who_left_and_came_back_is_waited_for_again_when_it_dies(run):
     assert sorted(exchange(paris, 3).packets) == [0, 1]
     started = time.monotonic()
     assert sorted(exchange(paris, 4).packets) == [0]
-    assert time.monotonic() - started >= paris._patient_wait > 1
+    assert time.monotonic() - started >= paris.pace.patient_wait > 1
 
 
 def joined_again(run, others):
@@ -208,7 +210,7 @@ def joined_again(run, others):
     for step in range(7, 12):
         everybody(others, step)
         if step == 9:
-            chain = dict(head=others[0].head(9), since=0, roster=run.roster().name)
+            chain = dict(head=others[0].chain.head(9), since=0, roster=run.roster().name)
             index = snapshots.write(others[0].store, 10, ONES, slot=others[0].slot, **chain)
             snapshots.attest(others[1].store, index)
     again = run.member("oslo", deadline=None)
@@ -236,7 +238,7 @@ def test_who_joins_takes_a_step_from_which_those_who_were_late_have_gone_on(run)
     paris, _, oslo = joined = run.members(deadline=5.0)
     everybody(joined, 0)
     refs = [oslo.send(1, b"oslo  in 1")]
-    put_manifest(run, "oslo", 1, refs, oslo.head(0))
+    put_manifest(run, "oslo", 1, refs, oslo.chain.head(0))
     late = run.member("rome", deadline=5.0, tell=said.append)
     late.receive(0)
     with ThreadPoolExecutor(1) as thread:
@@ -251,7 +253,7 @@ def test_who_joins_takes_a_step_from_which_those_who_were_late_have_gone_on(run)
         paris.send(2, b"paris in 2")
         started = time.monotonic()
         assert sorted(waiting.result().packets) == [2]
-        assert time.monotonic() - started < 6.0 < late._patient_wait / 2
+        assert time.monotonic() - started < 6.0 < late.pace.patient_wait / 2
 
 
 def test_who_lacks_a_step_that_others_are_past_goes_on_from_their_snapshot(run):
@@ -260,7 +262,7 @@ def test_who_lacks_a_step_that_others_are_past_goes_on_from_their_snapshot(run):
     joined, first = begun(run, "paris", "rome", deadline=0.3)
     for step in range(3):
         everybody(joined, step)
-    chain = dict(head=joined[0].head(2), since=2, roster=run.roster().name)
+    chain = dict(head=joined[0].chain.head(2), since=2, roster=run.roster().name)
     snapshots.attest(joined[1].store, snapshots.write(joined[0].store, 3, ONES, slot=0, **chain))
     gone = [x for x in physical(run, "manifests") if x.endswith(".00000001")]
     run.anybody.delete(gone)
@@ -270,13 +272,13 @@ def test_who_lacks_a_step_that_others_are_past_goes_on_from_their_snapshot(run):
     late.receive(0)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(exchange, late, 1)
-        time.sleep(4 * late._patient_wait)
+        time.sleep(4 * late.pace.patient_wait)
         late.leave()
-        assert waiting.result().swept and late.astray
+        assert waiting.result().swept and late.chain.astray
     assert "step 1: most members have signed a later snapshot: it goes back to a snapshot" in said
     late.go_on_from(first)  # nobody can read that snapshot
-    late._look_for_later_snapshot(1)
-    assert not late.astray
+    late.chain._look_for_later_snapshot(1)
+    assert not late.chain.astray
 
 
 def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_back(run):
@@ -292,12 +294,12 @@ def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_ba
         and "cannot be read since 0.5 s" in said[-1]
     )
     decided = together([functools.partial(exchange, x, 2) for x in (paris, rome)])[0].manifest
-    assert decided.lost == (2,) and paris.head(2) == rome.head(2)
+    assert decided.lost == (2,) and paris.chain.head(2) == rome.chain.head(2)
     run.anybody.put(gone, hidden)
     late = run.member("oslo")
     late.receive(0)
     assert sorted(late.receive(1).packets) == [0, 1]
-    assert late.receive(2).manifest == decided and late.head(2) == paris.head(2)
+    assert late.receive(2).manifest == decided and late.chain.head(2) == paris.chain.head(2)
 
 
 def test_packets_that_are_gone_after_the_decision_are_put_back_by_who_sent_them(run, monkeypatch):
@@ -323,7 +325,7 @@ def test_packets_that_are_gone_after_the_decision_are_put_back_by_who_sent_them(
     monkeypatch.setattr(Member, "_read", decided_unread)
     results = everybody(joined, 1)
     assert len(seen) == 3 and all(len(x.packets) == 3 for x in results)
-    assert len({x.head(1) for x in joined}) == 1 and not any(x.lost(1) for x in joined)
+    assert len({x.chain.head(1) for x in joined}) == 1 and not any(x.chain.lost(1) for x in joined)
 
 
 def test_who_cannot_read_what_most_have_applies_nothing_else(run):
@@ -337,13 +339,13 @@ def test_who_cannot_read_what_most_have_applies_nothing_else(run):
     together([functools.partial(exchange, x, 2) for x in (paris, rome)])
     result = oslo.receive(1)
     assert (
-        oslo.astray
+        oslo.chain.astray
         and result.swept
         and "Most members have it: this worker goes back to a snapshot" in said[-1]
     )
     run.anybody.put(gone, hidden)
-    oslo.astray = None
-    assert len(oslo.receive(1).packets) == 3 and oslo.head(1) == paris.head(1)
+    oslo.chain.astray = None
+    assert len(oslo.receive(1).packets) == 3 and oslo.chain.head(1) == paris.chain.head(1)
 
 
 def test_who_wakes_up_late_decides_nothing_again_from_which_another_has_gone_on(run):
@@ -356,7 +358,7 @@ def test_who_wakes_up_late_decides_nothing_again_from_which_another_has_gone_on(
     assert sorted(paris.manifest(2).members) == [paris.me]
     rome._agree(1, rome.manifest(0).members, 10, time.monotonic())
     for step in 2, 3:
-        assert exchange(rome, step).manifest == paris.manifest(step) and not rome.astray
+        assert exchange(rome, step).manifest == paris.manifest(step) and not rome.chain.astray
     assert written == {name: run.anybody.get(name) for name in physical(run, "manifests")}
 
 
@@ -367,7 +369,7 @@ def test_who_wants_more_workers_than_others_does_not_decide_their_steps_again(ru
     for step in 1, 2:
         together([functools.partial(exchange, x, step) for x in (paris, oslo)])
     written = {name: run.anybody.get(name) for name in physical(run, "manifests")}
-    assert exchange(rome, 1).swept and "go" in rome.astray
+    assert exchange(rome, 1).swept and "go" in rome.chain.astray
     assert written == {name: run.anybody.get(name) for name in physical(run, "manifests")}
 
 
@@ -384,15 +386,17 @@ def test_of_two_equal_sides_the_one_that_lacks_a_packet_goes_on(run, least, is_b
         run.anybody.put(gone, hidden)
 
     def go_on_again():
-        assert exchange(paris, 2).swept and "1 members go on from another step 1" in paris.astray
+        assert exchange(paris, 2).swept
+        assert "1 members go on from another step 1" in paris.chain.astray
         beginning = Decided(paris.manifest(0).previous, time.monotonic())
-        paris._decided, paris.astray = {-1: beginning}, None
+        paris.chain._decided, paris.chain.astray = {-1: beginning}, None
         for step in 0, 1:
             paris.receive(step)
         return exchange(paris, 2)
 
     results = together([go_on_again, functools.partial(exchange, rome, 2)])
-    assert paris.head(1) == rome.head(1) and paris.lost(1) == rome.lost(1) == (0,)
+    assert paris.chain.head(1) == rome.chain.head(1)
+    assert paris.chain.lost(1) == rome.chain.lost(1) == (0,)
     assert results[0].manifest == results[1].manifest and not results[0].swept
 
 
@@ -401,13 +405,13 @@ def test_who_lists_a_packet_that_nobody_can_read_delays_one_step_in_ten(run):
     everybody([paris, rome, oslo], 0)
     slots = []
     for step in range(1, 5):
-        head, lost = paris.head(step - 1), paris.lost(step - 1)
+        head, lost = paris.chain.head(step - 1), paris.chain.lost(step - 1)
         ref = oslo.store.sign(step, PacketRef(*oslo.me, records.sha256(b"never")), head)
         refs = [x.send(step, f"{x.worker:5} in {step}".encode()) for x in (paris, rome)]
         put_manifest(run, "oslo", step, [*refs, ref], head, lost=lost)
         both = together([functools.partial(exchange, x, step) for x in (paris, rome)])
         slots.append(sorted(x.slot for x in both[0].manifest.packets))
-        assert paris.head(step) == rome.head(step)
+        assert paris.chain.head(step) == rome.chain.head(step)
     assert slots == [[0, 1, 2], [0, 1], [0, 1], [0, 1]]
 
 
@@ -418,7 +422,7 @@ def test_who_starts_again_takes_what_the_other_has_decided_alone(run):
     again = run.member("rome", deadline=0.3)
     again.receive(0)
     assert exchange(again, 1).manifest == alone
-    assert again.head(1) == paris.head(1)
+    assert again.chain.head(1) == paris.chain.head(1)
 
 
 def test_who_goes_on_from_a_snapshot_knows_what_was_lost_before(run):
@@ -426,7 +430,7 @@ def test_who_goes_on_from_a_snapshot_knows_what_was_lost_before(run):
     file, head, named = f"snapshots/00000005/{'0' * 32}", "a" * 64, run.roster().name
     index = records.SnapshotIndex(5, file, 1, "0" * 64, head, 0, named, (2,))
     paris.go_on_from(index)
-    assert paris.lost(4) == (2,) and paris.head(4) == head
+    assert paris.chain.lost(4) == (2,) and paris.chain.head(4) == head
 
 
 def test_packets_that_somebody_deletes_before_the_decision_are_sent_again(run, monkeypatch):
@@ -464,7 +468,7 @@ def test_who_decides_with_a_packet_that_is_gone_sends_it_again(run, monkeypatch,
         said.extend([line] if "is sent again" in line else [])
 
     def go_on(member):
-        return exchange(member, 1), member.head(1), exchange(member, 2)
+        return exchange(member, 1), member.chain.head(1), exchange(member, 2)
 
     all_of_them = run.members(*names, deadline=0.1, min_workers=least, tell=tell)
     everybody(all_of_them, 0)
@@ -482,7 +486,7 @@ def test_with_two_against_two_the_side_that_goes_on_puts_its_manifest_in_place_a
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
     decided = {}
     for name, packets in ("paris", refs[:3]), ("lima", refs[1:]):
-        key, data = signed_manifest(run, name, 1, packets, joined[0].head(0))
+        key, data = signed_manifest(run, name, 1, packets, joined[0].chain.head(0))
         run.anybody.put(key, data)
         manifest = run.member(name).store.get("manifests/00000001")
         decided[records.head(records.decode(records.Manifest, manifest))] = data
@@ -491,14 +495,16 @@ def test_with_two_against_two_the_side_that_goes_on_puts_its_manifest_in_place_a
     for head, data in decided.items():
         run.anybody.put(key, data)
         for member in second if head == losing else first:
-            assert member.receive(1).manifest is not None and member.head(1) == head
+            assert member.receive(1).manifest is not None and member.chain.head(1) == head
     run.anybody.put(key, decided[losing])
     results = together([functools.partial(exchange, x, 2) for x in joined])
     assert [x.swept for x in results] == [False, False, True, True]
     late = run.member("oslo")
     for step in range(2):
         late.receive(step)
-    assert late.head(1) == first[0].head(1) and late.receive(2).manifest == first[0].manifest(2)
+    assert late.chain.head(1) == first[0].chain.head(1) and late.receive(2).manifest == first[
+        0
+    ].manifest(2)
 
 
 def test_who_lists_more_packets_is_followed_by_nobody_that_has_gone_on(run):
@@ -507,13 +513,13 @@ def test_who_lists_more_packets_is_followed_by_nobody_that_has_gone_on(run):
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
     paris, rome, oslo = joined
     for listed, followers in (refs[:2], (paris, rome)), (refs, (oslo,)):
-        put_manifest(run, "oslo", 1, listed, paris.head(0))
+        put_manifest(run, "oslo", 1, listed, paris.chain.head(0))
         for member in followers:
             member.receive(1)
     oslo.send(2, b"oslo  in 2")
     results = together([functools.partial(exchange, x, 2) for x in (paris, rome)])
     assert all(sorted(x.packets) == [0, 1] and not x.swept for x in results)
-    assert exchange(oslo, 2).swept and "2 members go on from another step 1" in oslo.astray
+    assert exchange(oslo, 2).swept and "2 members go on from another step 1" in oslo.chain.astray
 
 
 def test_a_manifest_of_a_liar_at_the_first_step_that_is_known_parts_nobody(run):
@@ -522,12 +528,12 @@ def test_a_manifest_of_a_liar_at_the_first_step_that_is_known_parts_nobody(run):
         everybody(joined, step)
     paris, rome, oslo = joined
     for n in -1, 0:  # as once most have signed a snapshot
-        paris._decided.pop(n, None)
+        paris.chain._decided.pop(n, None)
     fake = oslo.store.sign(1, PacketRef(*oslo.me, "1" * 64), "f" * 64)
     put_manifest(run, "oslo", 1, [fake], "f" * 64)
     for member in joined:
         member.send(3, b"a packet")
-    assert paris._compare_chains(paris.store, 3)
+    assert paris.chain.compare(3)
     assert rome.store.get("manifests/00000001") == records.encode(paris.manifest(1))
 
 
@@ -537,15 +543,15 @@ def test_a_snapshot_that_most_have_signed_says_which_side_goes_on(run):
     paris, rome, oslo = joined
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
     for members, listed in ([paris], refs[:2]), ([rome, oslo], refs):
-        put_manifest(run, "oslo", 1, listed, paris.head(0))
+        put_manifest(run, "oslo", 1, listed, paris.chain.head(0))
         for member in members:
             member.receive(1)
             member.send(2, b"a packet")
-    chain = dict(head=rome.head(1), since=0, roster=run.roster().name)
+    chain = dict(head=rome.chain.head(1), since=0, roster=run.roster().name)
     snapshots.attest(oslo.store, snapshots.write(rome.store, 2, ONES, slot=1, **chain))
-    assert rome._compare_chains(rome.store, 2) and not rome.astray
-    assert not paris._compare_chains(paris.store, 2)
-    assert "most members signed a snapshot at 2 of others: it goes back" in paris.astray
+    assert rome.chain.compare(2) and not rome.chain.astray
+    assert not paris.chain.compare(2)
+    assert "most members signed a snapshot at 2 of others: it goes back" in paris.chain.astray
 
 
 def test_a_snapshot_that_a_liar_signed_alone_settles_nothing(run):
@@ -561,7 +567,7 @@ def test_a_snapshot_that_a_liar_signed_alone_settles_nothing(run):
     for member in paris, rome:
         member.send(2, b"a packet")
     oslo._steps.send(2, PacketRef(*oslo.me, records.sha256(b"x")), b"x", "f" * 64, ())
-    assert paris._compare_chains(paris.store, 2) and not paris.astray
+    assert paris.chain.compare(2) and not paris.chain.astray
 
 
 def test_each_member_votes_for_what_it_has_followed_last():
@@ -579,7 +585,7 @@ def test_who_was_taken_out_has_no_vote(tmp_path, are_out):
     everybody(joined, 0)
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
     for members, listed in (joined[3:], refs), (joined[:3], refs[:4]):
-        put_manifest(run, "paris", 1, listed, joined[0].head(0))
+        put_manifest(run, "paris", 1, listed, joined[0].chain.head(0))
         for member in members:
             member.receive(1)
             member.send(2, b"a packet")
@@ -587,12 +593,12 @@ def test_who_was_taken_out_has_no_vote(tmp_path, are_out):
     if are_out:
         run.change(without=["rome", "oslo"])
         paris.store.look_for_roster(), nice.store.look_for_roster()
-    assert paris._compare_chains(paris.store, 2) != are_out
-    assert nice._compare_chains(nice.store, 2) == are_out
+    assert paris.chain.compare(2) != are_out
+    assert nice.chain.compare(2) == are_out
 
 
 def test_who_waits_for_nobody_puts_manifests_that_are_gone_back_all_the_same(run, monkeypatch):
-    monkeypatch.setattr(Member, "_patient_wait", 0.2)
+    monkeypatch.setattr(Pace, "patient_wait", 0.2)
     paris, rome = run.members("paris", "rome", deadline=0.3)
     everybody([paris, rome], 0)
     (gone,) = physical(run, "manifests")
@@ -627,7 +633,7 @@ def test_who_goes_back_past_its_own_turns_writes_nothing_twice_and_signs_what_it
             turns[rome]._compared.result(timeout=10)
     indices = [snapshots.read_index(paris.store, step, paris.slot) for step in (2, 4)]
     assert [snapshots.attesters(paris.store, x) for x in indices] == [{0, 1}, {0, 1}]
-    assert paris.store.names("snapshots") == written and not paris.is_unheard
+    assert paris.store.names("snapshots") == written and not paris.chain.is_unheard
     for each in turns.values():
         each.close()
 
@@ -667,7 +673,7 @@ def test_a_step_of_those_who_were_taken_out_stands_if_another_member_has_gone_on
     (paris, rome, oslo, lima), first = begun(run, "paris", "rome", "oslo", "lima", deadline=0.3)
     everybody([paris, rome, oslo, lima], 0)
     refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in (paris, rome, oslo)]
-    put_manifest(run, "oslo", 1, refs, paris.head(0))
+    put_manifest(run, "oslo", 1, refs, paris.chain.head(0))
     run.change(without=["rome", "oslo"])
     again = run.member("paris", deadline=0.3)
     again.go_on_from(first)
@@ -690,7 +696,7 @@ def test_who_joins_behind_a_step_that_few_decided_waits_for_the_others(run):
         for step in 3, 4:
             time.sleep(0.0 if member.manifest(step) else 3.0)
             member.receive(step)
-    chain = dict(head=paris.head(4), since=0, roster=run.roster().name)
+    chain = dict(head=paris.chain.head(4), since=0, roster=run.roster().name)
     index = snapshots.write(paris.store, 5, ONES, slot=0, **chain)
     for member in rome, oslo:
         snapshots.attest(member.store, index)
@@ -742,7 +748,7 @@ def test_who_stood_in_a_step_still_looks_for_its_packets_in_later_ones(run):
     for step in range(3):
         assert again.may_send(step) == (step == 1)
         again.receive(step)
-    assert again.may_send(3) and not again._may_have_sent
+    assert again.may_send(3) and not again.pace.may_replay
 
 
 def test_claims_are_compared_as_numbers(run):

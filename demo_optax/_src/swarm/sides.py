@@ -5,29 +5,13 @@ decided a step differently, or where some could not read a packet. In the first 
 packets follow different heads each member has a vote, for the side that it has signed for last.
 """
 
-import math
 from collections.abc import Collection, Mapping, Set
-from typing import NamedTuple
 
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import Manifest
 from demo_optax._src.swarm.slots import have_left
 from demo_optax._src.swarm.steps import ROSTER_SECONDS, Said, Steps
 from demo_optax._src.swarm.store import log
-
-
-class Decided(NamedTuple):
-    """A step that is behind a worker, as far as the worker knows it."""
-
-    head: str = ""  # the hash of what was decided up to it
-    learned: float = math.inf  # when the worker learned of it, by its own clock
-    manifest: Manifest | None = None  # None in the step before a snapshot
-    lost: tuple[int, ...] = ()  # slots whose packets this worker did not apply
-
-    @property
-    def slots(self) -> set[int]:
-        """The slots whose packets counted."""
-        return slots_of(self.manifest) if self.manifest else set()
 
 
 def slots_of(manifest: Manifest) -> set[int]:

@@ -89,9 +89,9 @@ class SnapshotTurns:
 
     def _chain(self, step: int) -> dict[str, Any]:
         """Returns what the index of a snapshot must say of the steps before."""
-        closed, lost = self._closed, self.member.lost(step - 1)
+        closed, chain = self._closed, self.member.chain
         named = closed.roster.named(closed.number_at(step)) if closed else ""
-        return {"head": self.member.head(step - 1), "roster": named, "lost": lost}
+        return {"head": chain.head(step - 1), "roster": named, "lost": chain.lost(step - 1)}
 
     def _slot_in_index(self, writer: MemberId) -> int | None:
         return writer[0] if self._closed else None
@@ -101,13 +101,13 @@ class SnapshotTurns:
 
     def _last_attested(self, before: int) -> int:
         """Returns the step of the newest snapshot that most members have signed."""
-        member = self.member
+        store, chain = self.member.store, self.member.chain
         turns = [x for x in self._later(self._attested) if x[0] < before]
-        for index in snapshots.attested(member.store, reversed(turns), member.counted):
-            if member.head(index.step - 1) in ("", index.head):  # else it is of another side
+        for index in snapshots.attested(store, reversed(turns), chain.counted):
+            if chain.head(index.step - 1) in ("", index.head):  # else it is of another side
                 self._attested = index.step
                 break
-        member.judged_from = min(self._attested, before - STEPS_TO_JUDGE)
+        chain.judged_from = min(self._attested, before - STEPS_TO_JUDGE)
         return self._attested
 
     def _write(self, step: int, shared: Leaves, chain: dict[str, Any]) -> None:
@@ -134,23 +134,23 @@ class SnapshotTurns:
         if since >= self._own[0]:
             self._own.append(step)
             return
-        member = self.member
-        member.is_unheard = True
+        member, chain = self.member, self.member.chain
+        chain.is_unheard = True
         member.tell(
             f"{member.unit} {step}: most members have signed no snapshot since that of {since}, so "
             "this worker sends nothing until they do: let the owner take those out of the roster "
             "that are gone for good"
         )
-        while member.is_unheard and next(member.later_snapshots(since), None) is None:
+        while chain.is_unheard and next(chain.later_snapshots(since), None) is None:
             if self._closing.wait(HEARD_SECONDS):
                 return
             self._sign_again()
             if self._closed:
                 self._closed.look_for_roster()
         self._own.extend([0, 0])
-        if member.is_unheard:
-            member.astray = "a newer snapshot was signed by most members"
-            member.is_unheard = False
+        if chain.is_unheard:
+            chain.astray = "a newer snapshot was signed by most members"
+            chain.is_unheard = False
 
     def _compare(
         self, step: int, slot: int | None, own: Leaves, num_params: int, chain: dict[str, Any]
@@ -213,7 +213,7 @@ class SnapshotTurns:
 
     def _is_believed(self, index: SnapshotIndex) -> bool:
         """Waits until most members have signed a snapshot; none is taken over before."""
-        while not self.member.believes(index):
+        while not self.member.chain.believes(index):
             if self._last > index.step or self._closing.wait(POLL_SECONDS):
                 return False
         return True

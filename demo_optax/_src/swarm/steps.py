@@ -58,6 +58,10 @@ class Steps:
         self._asked = ""  # the name that the last glance was at
         self._looks = 0  # so that each glance is at another one
 
+    def forget(self) -> None:
+        """Forgets what was said."""
+        self._said, self._listed, self._asked = {}, {}, ""
+
     def glance(self, step: int, waits_for: Collection[int]) -> None:
         """Asks the store once: for a list, or for what a member has said that is waited for.
 

@@ -164,7 +164,7 @@ class SwarmWorker:
         self._ends_rounds = round_seconds is not None  # for all, when this worker's time is over
         if member and tx.steps_per_round:
             self._clock = RoundClock(member, tx.steps_per_round, round_seconds)
-            member.unit = "round"
+            member.pace.unit = "round"
         self._steps = 0  # that this worker took since it last sent a packet
         self._finite_steps = 0  # those of them whose gradient was finite
         self._sent_steps = 0  # those of them that its last packet holds
@@ -515,8 +515,8 @@ class SwarmWorker:
         own = list(map(to_host, shared_leaves(params, opt_state)))
 
         def read() -> tuple[SnapshotIndex, Any]:
-            first_step = 0 if self.member.astray else first
-            return snapshots.read_newest(self.member.store, own, first_step, self.member.believes)
+            store, chain = self.member.store, self.member.chain
+            return snapshots.read_newest(store, own, 0 if chain.astray else first, chain.believes)
 
         return self._go_on_from(*by_lead(read), params, opt_state)
 
