@@ -288,6 +288,18 @@ def test_a_lost_packet_with_nothing_but_forged_snapshots_after_it_ends_the_newco
         swarms.begin(make(store, 1, snapshot_every=100))
 
 
+def test_a_worker_that_has_compared_a_snapshot_remembers_no_more_steps_than_before(store):
+    member, leaves = Member(store, "paris"), [np.ones(4, np.float32)]
+    turns = SnapshotTurns(member, 4)
+    manifest = records.Manifest(0, (records.PacketRef(7, 1, "0" * 64),), "", 0.0)
+    snapshots.write(store, 4, leaves)
+    turns.take(4, leaves, 1, manifest)
+    assert turns._compared.result(timeout=10)[1] == 0.0
+    for step in range(20):
+        member.exchange(step, b"packet")
+    assert len(member.chain._decided) <= 3
+
+
 def test_snapshots_are_compared_whatever_else_stands_in_the_store(store, monkeypatch):
     monkeypatch.setattr(snapshot_turns, "POLL_SECONDS", 0.02)
     said, leaves = [], [np.ones(4, np.float32)]

@@ -200,6 +200,17 @@ def test_swept_packets_are_told_apart_from_lost_ones(store):
     assert result.swept and result.packets == {}
 
 
+def test_who_goes_back_to_a_snapshot_takes_no_later_step_before_those_in_between(store):
+    member, other = joined = members(store, 2, min_workers=2)
+    for step in range(5):
+        everybody(joined, step)
+    member.go_on_from(snapshots.write(store, 2, [np.ones(4, np.float32)]))
+    assert member.manifest(4) is None and member.manifest(2) is not None
+    for step in range(2, 4):
+        member.receive(step)
+    assert member.manifest(4) == other.manifest(4)
+
+
 def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(join):
     first, before = (join(name, deadline=20.0) for name in ("paris", "rome"))
     everybody([first, before], 0)

@@ -502,9 +502,8 @@ def test_with_two_against_two_the_side_that_goes_on_puts_its_manifest_in_place_a
     late = run.member("oslo")
     for step in range(2):
         late.receive(step)
-    assert late.chain.head(1) == first[0].chain.head(1) and late.receive(2).manifest == first[
-        0
-    ].manifest(2)
+    assert late.chain.head(1) == first[0].chain.head(1)
+    assert late.receive(2).manifest == first[0].manifest(2)
 
 
 def test_who_lists_more_packets_is_followed_by_nobody_that_has_gone_on(run):

@@ -1,8 +1,9 @@
 """What one worker holds to be decided, and what it believes of the others.
 
 In an open run the first manifest that is written for a step stands. In a run for members only a
-worker judges manifests and snapshots, and compares its side with others. If a larger one has gone
-on in another way, it is astray, and goes back to a snapshot.
+worker judges each manifest and snapshot. Members that go on from different manifests are on
+different sides. A worker that finds a larger side than its own is astray: it goes back to a
+snapshot.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ from demo_optax._src.swarm.slots import have_left, manifests_of
 from demo_optax._src.swarm.steps import Steps
 from demo_optax._src.swarm.store import Store, log
 
+# In a run for members only:
 MOST_FOLLOWED = 20  # steps of others, to see who has gone on
 VAIN_STEPS = 10  # in which nobody waits again for a member that announced itself in vain
 
@@ -47,11 +49,11 @@ class Decided(NamedTuple):
 
 
 class Chain:
-    """The manifests behind one worker, each of which follows from the one before.
+    """The decided steps that one worker has followed; each manifest names the one before.
 
     Args:
       store: the store of the run; `MembersOnly` if its workers have keys.
-      steps: what the workers say in its steps.
+      steps: reads and writes what workers say in each step.
       me: this worker's slot and incarnation.
       worker: its name.
       pace: how long it waits.
@@ -74,42 +76,43 @@ class Chain:
         self._decided = {-1: Decided(beginning, time.monotonic())}
         self._lock = threading.RLock()  # with a delay, the exchange has a thread of its own
         self.ahead: dict[int, Manifest] = {}  # what was read ahead
-        # In a run for members only:
+        # These matter for members only:
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
-        self.judged_from = 0 if self._closed else sys.maxsize  # the first step that is needed
+        self.judged_from = 0 if self._closed else sys.maxsize  # whose members must be remembered
         self.left: set[MemberId] = set()  # members that said that they leave
         self.vain: dict[int, int] = {}  # the last step in which others waited for a slot in vain
-        self.refused: tuple[int, Set[MemberId]] = -1, set()  # a step whose manifest it does not
-        # take yet, and those of whom it waits for
+        self.refused: tuple[int, Set[MemberId]] = -1, set()  # a step, and whom it leaves out
         self._counted: dict[int, frozenset[MemberId]] = {}
         self._absent = -1, 0.0  # a step, and when it had no manifest yet
         self._asked = -1, 0.0  # a step, and when it last asked who has gone on from its manifest
         self._cut = 0  # the last step that went on without most of those who counted
         self._sought = 0  # the step of the last snapshot for which it went back
-        self._elsewhere: tuple[int, Set[tuple[int, str]]] = -1, set()  # a step, and who is on
-        self._is_ahead = True  # other sides there, of which none was larger
-        self._compared_at = time.monotonic()  # the time when it last compared its chain, and
-        self._compared_until = 0  # the step up to which it has while there was no trouble
+        self._elsewhere: tuple[int, Set[tuple[int, str]]] = -1, set()  # of the last comparison
+        self._is_ahead = True  # whether no side was larger then
+        self._compared_at = time.monotonic()  # when it last compared its side
+        self._compared_until = 0  # where the next routine comparison begins
 
     def head(self, step: int) -> str:
         """Returns the hash of what was decided up to a step, if this worker knows it."""
-        return self.known(step).head
+        return self._known(step).head
 
     def lost(self, step: int) -> tuple[int, ...]:
         """Returns the slots whose packets of a step this worker did not apply."""
-        return self.known(step).lost
+        return self._known(step).lost
 
     @property
     def counted(self) -> dict[int, frozenset[MemberId]]:
-        """Whose packets counted, by step, for snapshots to come of members only."""
+        """Who counted in each step that is remembered; empty in an open run."""
         return dict(self._counted)
 
     def manifest(self, step: int) -> Manifest | None:
         """Returns which packets count in a step, or None if it is not decided."""
         with self._lock:
-            if (known := self.known(step).manifest) is not None:
+            if (known := self._known(step).manifest) is not None:
                 return known
+            if 0 <= self.last_step() < step - 1:  # it has gone back to an earlier snapshot
+                return None
             key, looked = records.step_key("manifests", step), time.monotonic()
             try:
                 if (manifest := self.ahead.pop(step, None)) is None:
@@ -136,7 +139,8 @@ class Chain:
         with self._lock:
             self._steps.forget()  # since what was said may be written over
             self.astray, self._cut, self.ahead = None, 0, {}
-            self.is_unheard, self._elsewhere, head = False, (-1, set()), index.head
+            self.is_unheard, self._elsewhere = False, (-1, set())
+            head = index.head
             if self._closed:
                 self._closed.begin(index.step, index.roster)
                 same = index._replace(file="")  # if several began the run, with equal arrays
@@ -161,17 +165,16 @@ class Chain:
                     kept.pop(old)
             return manifest
 
-    def last(self) -> int:
-        """Returns the last step that is decided; other threads may add to them meanwhile."""
+    def last_step(self) -> int:
+        """Returns the last decided step; it copies the keys, since other threads add some."""
         return max(list(self._decided))
 
-    def known(self, step: int) -> Decided:
-        """Returns what this worker knows of a step."""
+    def _known(self, step: int) -> Decided:
         return self._decided.get(step, Decided())
 
     def learn(self, step: int, **changes: Any) -> None:
-        """Changes what is known of a step."""
-        self._decided[step] = self.known(step)._replace(learned=time.monotonic(), **changes)
+        """Changes what is known of a step, and notes the time."""
+        self._decided[step] = self._known(step)._replace(learned=time.monotonic(), **changes)
 
     def _follows(self, step: int, manifest: Manifest) -> bool:
         return self.head(step - 1) in ("", manifest.previous)  # "" if nothing is known
@@ -209,11 +212,10 @@ class Chain:
             return False
         if self.head(step - 1) and manifest.lost != self.lost(step - 1):
             return False
-        for member in self.left_out(step, slots):
-            self._steps.glance(step, [member[0]])
+        if away := self.left_out(step, slots):
+            self._steps.sent(step, {slot for slot, _ in away})
             said = self._steps.folder(step, self.head(step - 1)).left
-            has_left = self._store.get(records.left_key(member)) is not None
-            self.left = self.left | said | ({member} if has_left else set())
+            self.left = self.left | said | have_left(self._store, away)
         are_there = all(self._is_there(step, packet) for packet in manifest.packets)
         others = {x for x in self.left_out(step, slots) if x[0] != self._slot}
         asked, now = self._asked, time.monotonic()
@@ -231,20 +233,20 @@ class Chain:
 
     def is_patient(self, step: int) -> bool:
         """Tells whether those who counted before may still be waited for in a step."""
-        return time.monotonic() - self.known(step - 1).learned < self._pace.patient_wait
+        return time.monotonic() - self._known(step - 1).learned < self._pace.patient_wait
 
     def _is_there(self, step: int, packet: PacketRef) -> bool:
-        """Tells whether a packet can be read, if those of its sender could not be read lately."""
-        said = self._steps.packets(step).get(packet.slot)
-        if (said and said.packet == packet) or not self.is_in_vain(step, packet.slot):
+        """Tells whether a packet is there; looks if others lately waited in vain for its sender."""
+        if not self.is_in_vain(step, packet.slot):
             return True
         data = self._store.get(self._steps.key(step, packet)) or b""
         return records.sha256(self._steps.payload(data)) == packet.sha256
 
     def left_out(self, step: int, slots: Set[int]) -> set[MemberId]:
-        """Returns who is missing of those who counted and have not left, if most are.
+        """Returns who is missing of those who counted and have not left, if that is half or more.
 
-        These are all since the last attested snapshot, so that they are not left out by halves.
+        It asks about all steps since the last attested snapshot, so that nobody is left out by
+        halves, or since the last step that went on without most.
         """
         counted = [x for n, x in self.counted.items() if self._cut <= n < step]
         left = {slot for slot, _ in self.left} - slots
@@ -257,7 +259,7 @@ class Chain:
         newest = dict(sorted(set().union(*counted))).items()
         return {x for x in newest if self._steps.has(step, x[0])}
 
-    def _go_back(self, step: int, why: str) -> None:
+    def _mark_astray(self, step: int, why: str) -> None:
         self.astray = f"{why}: it goes back to a snapshot"
         self._tell(f"{self._pace.unit} {step}: {self.astray}")
 
@@ -266,7 +268,7 @@ class Chain:
         later = next(self.later_snapshots(max(step, self._sought)), None)
         if later is not None:
             self._sought = later.step  # once, since nobody may be able to read it
-            self._go_back(step, "most members have signed a later snapshot")
+            self._mark_astray(step, "most members have signed a later snapshot")
 
     def later_snapshots(self, step: int) -> Iterator[SnapshotIndex]:
         """Yields the snapshots after a step in which it believes, the newest ones first."""
@@ -282,7 +284,7 @@ class Chain:
         if (closed := self._closed) is None:
             return True
         counted = self.counted
-        present = self._voters(max(self._decided), counted.values())
+        present = self._voters(self.last_step(), counted.values())
         if snapshots.is_signed_by_most(closed, index, {slot for slot, _ in present}):
             return True
         if not snapshots.is_attested(closed, index, counted):
@@ -316,14 +318,14 @@ class Chain:
         return step - self.vain.get(slot, step) in range(1, VAIN_STEPS if self._closed else 0)
 
     def settle(self, proposed: Manifest) -> Manifest | None:
-        """Returns the manifest of a step that others have decided, or puts its own in its place."""
+        """Returns the manifest that others wrote for a step, or replaces it by the proposed one."""
         step, is_patient = proposed.step, self.is_patient(proposed.step)
         if (decided := self.manifest(step)) is None:
             if self._may_replace(step, proposed):
                 self._store.put(records.step_key("manifests", step), records.encode(proposed))
                 decided = self.manifest(step)
             elif not is_patient:
-                self._go_back(step, "others have decided it in another way")
+                self._mark_astray(step, "others have decided it in another way")
         return decided
 
     def _may_replace(self, step: int, proposed: Manifest) -> bool:
@@ -336,7 +338,7 @@ class Chain:
             return False
         if (there := manifests_of(self._store, [step]).get(step)) is None:
             return True
-        last, is_same = self.known(step - 1), there.previous == proposed.previous
+        last, is_same = self._known(step - 1), there.previous == proposed.previous
         counted = last.slots - set(proposed.lost) if last.manifest else {self._slot}
         if self._slot not in counted and is_same:
             return False
@@ -368,10 +370,11 @@ class Chain:
         following = self.ahead.get(later) or manifests_of(self._store, [later]).get(later)
         return sides.lost_later(self._steps, manifest, missing, following)
 
-    def is_ahead(self, step: int, elsewhere: Set[tuple[int, str]], is_stuck: bool) -> bool:
+    def watch_sides(self, step: int, elsewhere: Set[tuple[int, str]], looks_later: bool) -> bool:
         """Tells whether no other side was larger when this worker last compared its own.
 
-        It does as soon as a packet follows another head, and from time to time.
+        It compares as soon as packets follow a new head, and from time to time. If it
+        ``looks_later`` it then looks for a snapshot of later steps too.
         """
         if self._closed is None:
             return True
@@ -384,19 +387,19 @@ class Chain:
             if is_due:
                 self._compared_at, within = now, None if elsewhere else self._next_steps(step)
             self._elsewhere, self._is_ahead = (step, elsewhere), self.compare(step, within)
-            if is_due and is_stuck:
+            if is_due and looks_later:
                 self._look_for_later_snapshot(step)
         return self._is_ahead
 
-    def goes_on_without_most(self, step: int) -> bool:
-        """Leaves out most of those who counted, unless others have gone on in another way."""
+    def try_without_most(self, step: int) -> bool:
+        """Compares sides before a step leaves out most; tells whether this worker may go on."""
         self._cut = step
         self.compare(step)
         self._look_for_later_snapshot(step)
         return not self.astray
 
     def compare(self, step: int, within: range | None = None) -> bool:
-        """Tells whether no other side is larger than its own; looks at some steps, or at all.
+        """Tells whether no other side is larger than this worker's, within some steps or in all.
 
         It goes back to a snapshot if it can follow a larger side from there. If its own is the
         largest, it puts its manifests in place again, where they are gone or others are there.
@@ -423,7 +426,8 @@ class Chain:
             voters = {slot for slot, _ in self._voters(fork, counted)}
             signed = snapshots.signed_by_most(closed, fork, voters)
             if signed is not None and self.head(signed.step - 1) != signed.head:
-                self._go_back(step, f"most members signed a snapshot at {signed.step} of others")
+                why = f"most members signed a snapshot at {signed.step} of others"
+                self._mark_astray(step, why)
                 return False
             others = others if signed is None else {}
         sure = {self._slot} | votes.get(mine, set())
@@ -439,7 +443,7 @@ class Chain:
             ):
                 from_there = f"go on from another {self._pace.unit} {fork - 1} than this worker"
                 there = f"{len(others[best])} members {from_there}"
-                self._go_back(step, f"{there}, whose side has {len(hoped)}")
+                self._mark_astray(step, f"{there}, whose side has {len(hoped)}")
         elif sides.goes_on({**others, mine: sure}, decided) == mine:
             for n, manifest in own.items():
                 if n not in stored or records.head(stored[n]) != records.head(manifest):
@@ -448,8 +452,7 @@ class Chain:
 
     def _next_steps(self, step: int) -> range:
         """Returns the next few steps to compare while there is no trouble, in turn."""
-        first = self._compared_until
-        first = first if first < step else min(self._decided, default=step)
+        first = self._compared_until if self._compared_until < step else min(self._decided)
         self._compared_until = first + MOST_FOLLOWED
         return range(first, self._compared_until)
 
@@ -458,4 +461,4 @@ class Chain:
         if not self.is_patient(step):
             return set()
         left = {slot for slot, _ in self.left}
-        return {x for x in self.known(step - 1).slots if self._steps.has(step, x)} - left
+        return {x for x in self._known(step - 1).slots if self._steps.has(step, x)} - left

@@ -1,7 +1,7 @@
 """A worker's part in the protocol: its slot, what it sends, and which packets count.
 
-There is no leader. The first manifest that is written for a step stands, and says which packets
-count. A worker proposes one as soon as it has all packets it waits for, or has waited long enough.
+There is no leader. A step's manifest says which packets count. A worker proposes one as soon as it
+has all packets it waits for, or has waited long enough.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ LOOKING_SHARE = 0.1  # of the time in which a worker waits
 LOG_EVERY_SECONDS = 5.0
 PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has its own
 AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
-SHORTEST_ROUND = 0.5  # of its seconds, before which a member may not end it for all
+SHORTEST_ROUND = 0.5  # the share of a round before which others cannot end it for a member
 
 T = TypeVar("T")
 
@@ -115,22 +115,25 @@ class Member:
                 "slots, or fewer min_workers."
             )
         self.store, self.worker, self.slots = store, worker, slots
+        self._object_store = getattr(store, "inner", store)
         self.min_workers, self.tell = min_workers, tell
         self.last_sent: int | None = None  # the number of the exchange that got the last packet
-        self.repeat: Callable[[], object] = lambda: None  # says again what somebody may delete
+        self.repeat: Callable[[], object] = lambda: None  # signs the last snapshot again
         self._packets: dict[PacketRef, bytes] = {}  # of the current step
-        self._sent: dict[int, tuple] = {}  # its own last two: what `send` of the steps takes
+        self._sent: dict[int, tuple] = {}  # its last two packets, as arguments of `Steps.send`
         self._to_read: list[str] = []  # packets of the steps that were read ahead, in order
         self._prefetched: dict[str, bytes] = {}  # those that were read
         self._packet_bytes: int | None = None  # of a packet that may count, if it is known
         self._wrong: set[MemberId] = set()  # senders of other packets, which were told
         self._names: dict[MemberId, str] = {}
         self._leaving = threading.Event()
-        self._transferring = threading.Lock()  # packets, for which snapshots make way
+        self._transferring = threading.Lock()  # held while packets travel; snapshots wait for it
         self.slot, self.incarnation = claim(store, worker, uuid.uuid4().hex, slots)
         self.pace = Pace(deadline, getattr(store, "patience", PATIENCE))
         self._steps = Steps(store, slots)
-        self.chain = Chain(store, self._steps, self.me, worker, self.pace, tell)
+        self.chain = Chain(
+            store, self._steps, self.me, worker, self.pace, lambda line: self.tell(line)
+        )
 
     @property
     def unit(self) -> str:
@@ -141,10 +144,6 @@ class Member:
     def deadline(self) -> float:
         """Seconds for which a step waits."""
         return self.pace.deadline
-
-    @property
-    def _object_store(self) -> Store:
-        return getattr(self.store, "inner", self.store)
 
     @property
     def me(self) -> MemberId:
@@ -186,14 +185,12 @@ class Member:
         manifest = self._agree(step, expected, len(packet), started)
         result = self._fetch(manifest)
         self.pace.end_step()
-        waited, late = time.monotonic() - started, set()
-        if not self.chain.astray:
-            late = {x for x in expected - manifest.members if x[0] != self.slot}
-            late -= self._steps.folder(step, self._followed(step)).left
+        left = self._steps.folder(step, self._followed(step)).left
+        late = sorted(x for x in expected - manifest.members - left if x[0] != self.slot)
         return result._replace(
-            late=tuple(map(self.name_of, sorted(late))),
-            own=self.slot if own and own in manifest.packets else None,
-            waited=waited,
+            waited=time.monotonic() - started,
+            late=tuple(map(self.name_of, [] if self.chain.astray else late)),
+            own=self.slot if own in manifest.packets else None,
         )
 
     def send(self, step: int, packet: bytes, steps: int = 1, tokens: float = 1) -> PacketRef:
@@ -259,7 +256,7 @@ class Member:
     def receive(self, step: int) -> ExchangeResult:
         """Returns what the others exchanged in a step that is decided."""
         self._packets = {}
-        self.pace.catch_up()
+        self.pace.skip_next()
         manifest = self._await_manifest(step)
         at_once = min(self.slots, AHEAD_BYTES // (self._packet_bytes or 1))
         while at_once and self._to_read and records.step_in(self._to_read[0]) == step:
@@ -283,7 +280,7 @@ class Member:
         return self.chain.manifest(step)
 
     def go_on_from(self, index: SnapshotIndex) -> None:
-        """Goes on from a snapshot."""
+        """Goes on from a snapshot; for members only the next step follows its arrays and roster."""
         self._prefetched, self._to_read, self.pace.may_replay = {}, [], True
         self.chain.go_on_from(index)
 
@@ -298,7 +295,7 @@ class Member:
         if isinstance(store := self._object_store, ObjectStore):
             store.is_leaving = True
         if step is not None:
-            step = max(step, self.chain.last() + 1)  # it may be catching up
+            step = max(step, self.chain.last_step() + 1)  # it may be catching up
             for number in step, step + 1:  # a packet of the first may be on its way
                 self._steps.say(number, self.me, "left")
             self.store.put(records.left_key(self.me), b"")  # for whoever looks at the run later
@@ -319,7 +316,10 @@ class Member:
         return self.chain.head(step - 1) if self._closed else ""
 
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
-        """Returns the manifest that stands, and proposes one when this worker need not wait."""
+        """Returns the manifest that stands, and proposes one when this worker need not wait.
+
+        A worker that is astray gets an empty one.
+        """
         chain, pace = self.chain, self.pace
         logged, head = started, self._followed(step)
         waits_for = {slot for slot, _ in expected if slot != self.slot}
@@ -335,9 +335,8 @@ class Member:
                 return manifest
             waited = looked - started
             with self._transferring:
-                is_over = waited >= pace.deadline
-                folder = self._steps.look(step, head, waits_for, thorough=is_over)
-            is_ahead = chain.is_ahead(step, folder.elsewhere, waited > pace.patient_wait)
+                folder = self._steps.look(step, head, waits_for, thorough=waited >= pace.deadline)
+            is_ahead = chain.watch_sides(step, folder.elsewhere, waited > pace.patient_wait)
             if chain.astray:
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()
@@ -353,13 +352,13 @@ class Member:
             )
             waits_for, now = {slot for slot, _ in missing}, time.monotonic()
             chain.left = chain.left | folder.left
-            goes_on_without_most = missing and chain.left_out(step, {slot for slot, _ in arrived})
-            deadline = pace.patient_wait if goes_on_without_most else pace.deadline
+            leaves_out_most = missing and chain.left_out(step, {slot for slot, _ in arrived})
+            deadline = pace.patient_wait if leaves_out_most else pace.deadline
             may_decide = self._steps.may_decide(step) and not chain.is_unheard
             may_decide &= is_ahead or not folder.elsewhere or not chain.is_patient(step)
             is_enough = may_decide and len(arrived) >= self.min_workers
             if is_enough and (not missing or waited >= deadline):
-                if goes_on_without_most and not chain.goes_on_without_most(step):
+                if leaves_out_most and not chain.try_without_most(step):
                     continue
                 chain.vain |= {slot: step for slot, _ in set(missing) & here - expected}
                 if (decided := self._propose(step, packets)) is not None:
@@ -387,12 +386,13 @@ class Member:
         if self._closed and self._closed.missing:
             return f"waits, since {self._closed.missing}"
         if refused == step:
-            names = ", ".join(map(self.name_of, sorted(without)))
-            who = f"without half or more of those who counted lately, such as {names}"
+            why = "with packets that it cannot read"
+            if without:
+                names = ", ".join(map(self.name_of, sorted(without)))
+                why = f"without half or more of those who counted lately, such as {names}"
             return (
-                f"others have decided it {who if without else 'with packets that it cannot read'}: "
-                f"waits {waited:.0f} of at most {self.pace.patient_wait:.0f} s until it goes on "
-                "from there"
+                f"others have decided it {why}: waits {waited:.0f} of at most "
+                f"{self.pace.patient_wait:.0f} s until it goes on from there"
             )
         if num_arrived >= self.min_workers:
             names = ", ".join(map(self.name_of, missing))
@@ -485,10 +485,9 @@ class Member:
                     if not is_last:
                         return None
                     chain.astray = f"most members have what it lacks of {self.unit} {step}"
-            for packet in manifest.packets:
-                data = packets.get(packet.slot)
-                if data is not None and not self._fits(step, packet, data, self._packet_bytes):
-                    del packets[packet.slot], counted[packet.slot]
+            for slot, data in list(packets.items()):
+                if not self._fits(step, counted[slot], data, self._packet_bytes):
+                    del packets[slot], counted[slot]
             chain.learn(step)
             names = [(self.name_of(packet.member), packet.steps) for packet in counted.values()]
             members = tuple(name for name, steps in names if steps)

@@ -1,4 +1,4 @@
-"""How long a worker waits for the others, by the time that its own last steps took."""
+"""How long a worker waits for the others, judged by its own last steps."""
 
 import collections
 import statistics
@@ -9,35 +9,35 @@ SHORTEST_DEADLINE = 2.0
 DEADLINE_STEPS = 3  # the deadline, in median steps
 DEADLINE_ROUNDS = 0.5  # the deadline, in median rounds of several steps
 NUM_DURATIONS = 21  # steps in the median
-POLL_SECONDS = 0.05  # at most between two looks at a step, but
-POLL_SHARE = 0.02  # of a median round, behind which the exchange is hidden
-PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
+POLL_SECONDS = 0.05  # the longest pause between two looks is at least this,
+POLL_SHARE = 0.02  # and grows with this share of a median round, which hides the exchange
+PATIENT_DEADLINES = 5  # before members go on without most of those who counted
 
 
 class Pace:
     """The durations of a worker's last steps or rounds, and what follows from them.
 
-    The ``deadline`` stands in place of that which the durations give. Reads are tried again for
+    If a fixed ``deadline`` is given, it is used instead. A failed read is tried again for
     ``patience`` seconds.
     """
 
     def __init__(self, deadline: float | None, patience: float):
         self.unit = "step"  # what the exchanges are called in messages; or "round"
         self.patience = patience
-        self.may_replay = True  # steps that this worker was in before it started or went back
+        self.may_replay = True  # whether this worker may have been in the next steps before
         self._fixed_deadline = deadline
         self._durations: collections.deque[float] = collections.deque(maxlen=NUM_DURATIONS)
         self._last_time: float | None = None
 
     def end_step(self) -> None:
-        """Measures the time since the last exchange, at the end of one."""
+        """Records the time since the last exchange ended."""
         now = time.monotonic()
         if self._last_time is not None:
             self._durations.append(now - self._last_time)
         self._last_time = now
 
-    def catch_up(self) -> None:
-        """Leaves out the next duration, which would contain the catching up."""
+    def skip_next(self) -> None:
+        """Leaves out the next duration, which would include catching up."""
         self._last_time = None
 
     @property
@@ -52,10 +52,10 @@ class Pace:
 
     @property
     def patient_wait(self) -> float:
-        """Seconds before a step goes on without most, who may lack a packet for half as long."""
+        """Seconds for which a step waits for most of those who counted, at any rate."""
         deadline = self.deadline
         if self._fixed_deadline is None and self.may_replay and not self._durations:
-            deadline = SHORTEST_DEADLINE  # at no pace of a step
+            deadline = SHORTEST_DEADLINE  # since a replay has no steps to time
         return max(PATIENT_DEADLINES * deadline, self.patience + deadline)
 
     @property

@@ -56,9 +56,9 @@ class SnapshotTurns:
         self._turns.append((step, self._slot_in_index(writer)))
         if writer != self.member.me:
             if self._compared is None or self._compared.done():
-                chain, slot = self._chain(step), self._slot_in_index(writer)
+                origin, slot = self._origin(step), self._slot_in_index(writer)
                 self._compared = self._threads.submit(
-                    self._compare, step, slot, shared, num_params, chain
+                    self._compare, step, slot, shared, num_params, origin
                 )
         elif step <= before:
             return
@@ -69,7 +69,7 @@ class SnapshotTurns:
         else:
             if self._written:
                 self._written.result()  # raises what nobody expected
-            self._written = self._threads.submit(self._write, step, shared, self._chain(step))
+            self._written = self._threads.submit(self._write, step, shared, self._origin(step))
 
     def comparison(self) -> Comparison | None:
         """Returns the last comparison once it has ended, and only once."""
@@ -87,7 +87,7 @@ class SnapshotTurns:
         self._closing.set()
         self._threads.shutdown(wait=True)
 
-    def _chain(self, step: int) -> dict[str, Any]:
+    def _origin(self, step: int) -> dict[str, Any]:
         """Returns what the index of a snapshot must say of the steps before."""
         closed, chain = self._closed, self.member.chain
         named = closed.roster.named(closed.number_at(step)) if closed else ""
@@ -110,23 +110,23 @@ class SnapshotTurns:
         chain.judged_from = min(self._attested, before - STEPS_TO_JUDGE)
         return self._attested
 
-    def _write(self, step: int, shared: Leaves, chain: dict[str, Any]) -> None:
+    def _write(self, step: int, shared: Leaves, origin: dict[str, Any]) -> None:
         try:
             store, wait = self.member.store, self.member.wait_for_transfers
             if self._closed:
-                chain["since"] = self._last_attested(step)
+                origin["since"] = self._last_attested(step)
             slot = self._slot_in_index(self.member.me)
-            if index := snapshots.write(store, step, shared, wait, slot, **chain):
+            if index := snapshots.write(store, step, shared, wait, slot, **origin):
                 self._signed = index
                 snapshots.sweep(store, step)
             else:
                 self._warn(step, "was not written, since another one stands in its place")
             if self._closed:
-                self._wait_until_heard(step, chain["since"])
+                self._wait_until_heard(self._closed, step, origin["since"])
         except (OSError, Damaged) as error:  # another worker writes the next one
             self._warn(step, f"was not written: {error}")
 
-    def _wait_until_heard(self, step: int, since: int) -> None:
+    def _wait_until_heard(self, closed: MembersOnly, step: int, since: int) -> None:
         """Lets this worker send nothing while nobody's snapshot is signed since two of its turns.
 
         It may be on the smaller one of two sides that do not see each other.
@@ -145,15 +145,14 @@ class SnapshotTurns:
             if self._closing.wait(HEARD_SECONDS):
                 return
             self._sign_again()
-            if self._closed:
-                self._closed.look_for_roster()
+            closed.look_for_roster()
         self._own.extend([0, 0])
         if chain.is_unheard:
             chain.astray = "a newer snapshot was signed by most members"
             chain.is_unheard = False
 
     def _compare(
-        self, step: int, slot: int | None, own: Leaves, num_params: int, chain: dict[str, Any]
+        self, step: int, slot: int | None, own: Leaves, num_params: int, origin: dict[str, Any]
     ) -> Comparison | None:
         """Awaits a step's snapshot; returns None if none comes, or it cannot be read."""
         store, own_digest = self.member.store, snapshots.digest(own)
@@ -164,7 +163,7 @@ class SnapshotTurns:
                     return None  # its writer was gone, or skipped it
                 if self._closing.wait(POLL_SECONDS):
                     return None
-            may_sign = self._agrees(index, chain)
+            may_sign = self._closed is not None and self._agrees(index, origin)
             if index.digest == own_digest:
                 if may_sign:
                     self._sign(index)
@@ -206,10 +205,10 @@ class SnapshotTurns:
         if self._signed is not None:
             snapshots.attest(self.member.store, self._signed)
 
-    def _agrees(self, index: SnapshotIndex, chain: dict[str, Any]) -> bool:
+    def _agrees(self, index: SnapshotIndex, origin: dict[str, Any]) -> bool:
         """Tells whether this worker has come to the snapshot on the way that its index says."""
-        there = {name: getattr(index, name) for name in chain}
-        return there == chain and index.since <= self._last_attested(index.step)
+        there = {name: getattr(index, name) for name in origin}
+        return there == origin and index.since <= self._last_attested(index.step)
 
     def _is_believed(self, index: SnapshotIndex) -> bool:
         """Waits until most members have signed a snapshot; none is taken over before."""

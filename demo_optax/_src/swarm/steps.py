@@ -223,7 +223,7 @@ class Steps:
         return [name for name, slot in names.items() if slot in slots and is_open(name)]
 
     def _read_all(self, step: int, names: Collection[str]) -> None:
-        """Reads what is said; it may not be called in a thread for requests."""
+        """Reads what is said at some names."""
         found = in_parallel(lambda name: self._read(step, name), names)
         for name, said in zip(names, found, strict=True):
             self._keep(step, name, said)
