@@ -221,6 +221,18 @@ def test_who_announces_itself_in_vain_is_waited_for_once_in_ten_steps(run):
     assert waited == [True] + 9 * [False] + [True]
 
 
+def test_who_has_read_a_packet_takes_its_step_though_its_sender_was_waited_for_in_vain(run):
+    paris, rome, oslo = joined = run.members()
+    everybody(joined, 0)
+    refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
+    rome._steps.sent(1, [oslo.slot])
+    oslo.send(1, b"oslo  once more")
+    put_manifest(run, "paris", 1, refs, paris.chain.head(0))
+    for member in paris, rome:
+        member.chain.vain = {oslo.slot: 0}
+    assert rome.manifest(1) is not None and paris.manifest(1) is None
+
+
 def test_what_belongs_to_a_slot_is_written_by_its_member_alone(run):
     rome, paris = run.store("rome"), run.store("paris")
     rome.put("slots/000/000009", b"{}")
