@@ -265,6 +265,16 @@ def forge(store, step):
     store.create(f"snapshots/{step:08d}.json", records.encode(index))
 
 
+def test_a_sweep_lists_each_folder_once(store):
+    for step in range(4, 20, 4):
+        snapshots.write(store, step, [np.ones(4, np.float32)])
+    with mock.patch.object(store, "names", wraps=store.names) as names:
+        snapshots.sweep(store, 16)
+    listed = [call.args[0] for call in names.call_args_list]
+    assert sorted(listed) == ["attested", "packets", "snapshots"]
+    assert snapshots.attested_steps(store) == [12, 16]
+
+
 def test_forged_snapshots_neither_take_the_place_of_intact_ones_nor_sweep_them(store):
     said, first = [], make(store, 0)
     first.member.tell = said.append

@@ -254,9 +254,10 @@ def _is_taken(store: Store) -> bool:
     return is_foreign or bool(store.names("manifests"))
 
 
-def _newest(store: Store) -> list[Turn]:
-    """Returns the steps and slots of all snapshots, the newest ones first."""
-    found = filter(None, map(_INDEX.fullmatch, store.names("snapshots")))
+def _newest(store: Store, names: list[str] | None = None) -> list[Turn]:
+    """Returns the steps and slots of all snapshots, or of some names, the newest ones first."""
+    names = store.names("snapshots") if names is None else names
+    found = filter(None, map(_INDEX.fullmatch, names))
     pairs = [(int(x[1]), int(x[2]) if x[2] else None) for x in found]
     pairs = [(step, slot) for step, slot in pairs if step or slot is None]  # one begins a run
     return sorted(pairs, key=lambda pair: pair[0], reverse=True)
@@ -295,9 +296,14 @@ def signed_by_most(store: MembersOnly, first: int, voters: Set[int]) -> Snapshot
     return None
 
 
-def attested_steps(store: Store, until: int = sys.maxsize, number: int | None = None) -> list[int]:
+def attested_steps(
+    store: Store,
+    until: int = sys.maxsize,
+    number: int | None = None,
+    names: list[str] | None = None,
+) -> list[int]:
     """Returns the steps of the newest snapshots that are believed, in order."""
-    found = [x for x in _newest(store) if x[0] <= until]
+    found = [x for x in _newest(store, names) if x[0] <= until]
     if not isinstance(store, MembersOnly):  # their names say enough
         return sorted({step for step, _ in found})[-(number or 0) :]
     steps = itertools.groupby(index.step for index in attested(store, found))
@@ -309,11 +315,13 @@ def sweep(store: Store, step: int) -> None:
 
     The caller has written the snapshot of this step, and can tell nothing of later ones.
     """
-    kept = attested_steps(store, step, NUM_KEPT)
+    listed = store.names("snapshots")  # once, since a list may be long
+    kept = attested_steps(store, step, NUM_KEPT, listed)
     if len(kept) < NUM_KEPT:
         return
     for folder in "packets", "snapshots", "attested":
-        steps = {name: records.step_of(name) for name in store.names(folder)}
+        names = listed if folder == "snapshots" else store.names(folder)
+        steps = {name: records.step_of(name) for name in names}
         old = [name for name, of in steps.items() if of is not None and of < kept[0]]
         # An index is deleted before its file, so that whoever reads an index finds the file.
         old.sort(key=lambda name: not name.endswith(".json"))
