@@ -79,7 +79,7 @@ class Chain:
         # These matter for members only:
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
-        self.judged_from = 0 if self._closed else sys.maxsize  # whose members must be remembered
+        self.judged_from = 0 if self._closed else sys.maxsize  # the first step to remember
         self.left: set[MemberId] = set()  # members that said that they leave
         self.vain: dict[int, int] = {}  # the last step in which others waited for a slot in vain
         self.refused: tuple[int, Set[MemberId]] = -1, set()  # a step, and whom it leaves out
@@ -88,9 +88,9 @@ class Chain:
         self._asked = -1, 0.0  # a step, and when it last asked who has gone on from its manifest
         self._cut = 0  # the last step that went on without most of those who counted
         self._sought = 0  # the step of the last snapshot for which it went back
-        self._elsewhere: tuple[int, Set[tuple[int, str]]] = -1, set()  # of the last comparison
-        self._is_ahead = True  # whether no side was larger then
-        self._compared_at = time.monotonic()  # when it last compared its side
+        self._elsewhere: tuple[int, Set[tuple[int, str]]] = -1, set()  # when it last compared
+        self._is_ahead = True  # no side was larger then
+        self._compared_at = time.monotonic()  # the time of the last routine comparison
         self._compared_until = 0  # where the next routine comparison begins
 
     def head(self, step: int) -> str:

@@ -52,7 +52,7 @@ class Pace:
 
     @property
     def patient_wait(self) -> float:
-        """Seconds for which a step waits for most of those who counted, at any rate."""
+        """Seconds for which a step waits before it leaves out most of those who counted."""
         deadline = self.deadline
         if self._fixed_deadline is None and self.may_replay and not self._durations:
             deadline = SHORTEST_DEADLINE  # since a replay has no steps to time
